@@ -1,0 +1,86 @@
+"""The seams to the world: time, seeded randomness, ids. Simulation replaces what is here.
+
+Time inside the loop is the running event loop's own clock, so that a virtual event loop
+(`VirtualTimeLoop`) makes every wait and every time-out of the system virtual at once. No other
+module reads a wall clock or makes an unseeded generator; a test holds that.
+"""
+
+import asyncio
+import hashlib
+import selectors
+import time
+import uuid
+from collections.abc import Coroutine
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+def now_s() -> float:
+    """Return monotonic seconds: of the running event loop if there is one, else of the system."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.perf_counter()
+
+
+def cpu_s() -> float:
+    """Return CPU seconds used by this process so far."""
+    return time.process_time()
+
+
+def wall_time_s() -> float:
+    """Return seconds since the epoch, for records that people read; never for ordering."""
+    return time.time()
+
+
+def new_id(prefix: str) -> str:
+    """Return a fresh id such as `run-3f2a9c...`, one path segment."""
+    return f"{prefix}-{uuid.uuid4().hex[:16]}"
+
+
+def derive_seed(*labels: int | str) -> int:
+    """Return a 63-bit seed that depends on every label, in order, and on nothing else."""
+    digest = hashlib.blake2b("\x1f".join(map(repr, labels)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def rng(*labels: int | str) -> np.random.Generator:
+    """Return a generator seeded by the labels: the same labels give the same stream."""
+    return np.random.Generator(np.random.Philox(derive_seed(*labels)))
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Where a real selector would sleep until the next timer, moves the virtual clock there."""
+
+    virtual_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list:
+        events = super().select(0)
+        if not events and timeout is None:
+            raise RuntimeError("virtual time: every task waits and no timer is set (deadlock)")
+        if not events and timeout:
+            self.virtual_s += timeout
+        return events
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps over idle time: hours of waiting run in milliseconds.
+
+    Only timers and tasks may drive it; threads and sockets have no place in a simulation.
+    """
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.virtual_s
+
+
+def run_virtual(main: Coroutine[object, object, T]) -> T:
+    """Run a coroutine to its end under virtual time."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(main)

@@ -1,0 +1,476 @@
+"""The vocabulary that every part of MARLaaS speaks: plain frozen records and two protocols.
+
+Nothing here has behaviour beyond derived properties, and nothing here needs torch. Arrays are
+NumPy. Per-token arrays of one trajectory or datum are aligned with its token ids: entry `t`
+describes token `t`, hence the prediction made at position `t - 1`; entry 0 is never trained.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType, Protocol
+
+import numpy as np
+
+TenantId = NewType("TenantId", str)
+JobId = NewType("JobId", str)
+PolicyId = NewType("PolicyId", str)
+
+BASE_VERSION = 0
+"""Version 0 of every policy is the untrained adapter, whose output equals the base model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation. `role` is system, user, assistant or tool."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One dataset item: what an environment is made from."""
+
+    index: int
+    """Place in the job's prompt stream; the same index and seed give the same item."""
+    messages: tuple[Message, ...]
+    """The opening of the conversation, before the policy's first turn."""
+    reference: Mapping[str, object]
+    """What the environment needs to judge (answer, hidden tests, documents). JSON values only."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next tokens of one sequence are drawn."""
+
+    max_tokens: int
+    """Most tokens to sample in this call."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0 takes the most likely token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means no limit."""
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling ends after one of these; the token is kept in the output."""
+    stop_strings: tuple[str, ...] = ()
+    """Sampling ends once the decoded output contains one of these; its tokens are kept."""
+    seed: int = 0
+    """64-bit. Token at position `t` uses the uniform number of (seed, t) and nothing else."""
+
+
+class StopReason(StrEnum):
+    """Why sampling of one call ended."""
+
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    CONTEXT_FULL = "context_full"
+    CANCELLED = "cancelled"
+    NON_FINITE = "non_finite"
+    """The logits of this row held NaN or infinity: this sequence ends, its neighbours go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """Continue one sequence. The same `sequence_id` over turns lets its KV be reused."""
+
+    request_id: str
+    sequence_id: str
+    policy_id: PolicyId | None
+    """None samples from the base model itself."""
+    version: int
+    tokens: np.ndarray
+    """int32 [T]. The whole context so far, exact ids."""
+    sampling: SamplingParams
+    prefix_id: str = ""
+    """Sequences with equal (policy, version, prefix_id) and equal first `prefix_len` tokens share
+    that prefix: it is computed once."""
+    prefix_len: int = 0
+    keep_kv: bool = False
+    """Another turn of this sequence will follow; keep its KV if memory allows."""
+    prompt_logprobs: bool = False
+    """Also score the tokens of the context."""
+    topk_prompt_logprobs: int = 0
+    in_flight: bool = False
+    """Take newer versions of the policy at token boundaries instead of staying pinned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What one `GenerateRequest` came back with."""
+
+    request_id: str
+    tokens: np.ndarray
+    """int32 [C]. The sampled ids, the stop token included."""
+    logprobs: np.ndarray
+    """float32 [C]. Log-probability under the distribution that was sampled from."""
+    stop_reason: StopReason
+    versions: np.ndarray
+    """int32 [C]. Policy version per sampled token; constant unless the request was in-flight."""
+    adapter_hash: str
+    """Content hash of the adapter that sampled the first token; empty for the base model."""
+    prompt_logprobs: np.ndarray | None = None
+    """float32 [T], NaN at 0; only when asked for. Temperature 1."""
+    topk_prompt_ids: np.ndarray | None = None
+    """int32 [T, k]."""
+    topk_prompt_logprobs: np.ndarray | None = None
+    """float32 [T, k]."""
+    num_cached_tokens: int = 0
+    """Context tokens that did not have to be computed for this call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a generator can do. A request that needs more is refused, never watered down."""
+
+    prompt_logprobs: bool = True
+    topk_prompt_logprobs: bool = True
+    min_p: bool = True
+    stop_strings: bool = True
+    in_flight: bool = True
+    max_context: int = 2048
+    """Tokens of context and completion together."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Training
+
+TARGET_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "head": ("lm_head",),
+}
+"""Names a job may use for target modules, and the linears that each stands for."""
+
+RANK_BUCKETS = (8, 16, 32, 64)
+"""An adapter of rank r lives in the smallest bucket that is at least r; the rest is zero."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """Shape of one policy's LoRA adapter. Its output is scaled by `alpha / rank`."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("attention", "mlp")
+    """Keys of `TARGET_GROUPS`."""
+    seed: int = 0
+    """Makes the initial A matrices; B starts at zero."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datum:
+    """One training example of one policy: a whole token sequence and what to do with each token."""
+
+    tokens: np.ndarray
+    """int32 [T]."""
+    weights: np.ndarray
+    """float32 [T]. Loss weight, normaliser included; 0 on tokens that are not trained."""
+    advantages: np.ndarray
+    """float32 [T]."""
+    sampling_logprobs: np.ndarray
+    """float32 [T]. Recorded when the token was sampled; 0 where there is none."""
+    reference_logprobs: np.ndarray | None = None
+    """float32 [T]. Under the frozen base; only when the objective has a KL term."""
+    temperature: float = 1.0
+    """The temperature the tokens were sampled at; logits are divided by it in training too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A token objective by name with its parameters, see `docs/algorithms.md`."""
+
+    name: str
+    params: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatumOutput:
+    """What a forward pass says of one datum."""
+
+    logprobs: np.ndarray
+    """float32 [T]. Train logprobs where `weights` is not 0 (everywhere for a plain forward), else 0."""
+    loss: float
+    """The datum's share of the loss: sum over tokens of weight x token loss."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Sums over trained tokens, e.g. `masked`, `clipped`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamParams:
+    """One AdamW update of one policy."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 0.0
+    """Gradient norm is clipped to it; 0 does not clip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimizer step of one policy did."""
+
+    version: int
+    """The version that the step made; unchanged when vetoed."""
+    grad_norm: float
+    adapter_hash: str
+    is_vetoed: bool = False
+    """The gradient was not finite: nothing was changed, and the gradient is cleared."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Trajectories
+
+
+class TrajectoryEnd(StrEnum):
+    """Why a trajectory ended. Only the first three carry a reward that may be trained on."""
+
+    DONE = "done"
+    MAX_TURNS = "max_turns"
+    TRUNCATED = "truncated"
+    """A turn hit `max_tokens` or the context's end; the environment judged what there was."""
+    ENVIRONMENT_ERROR = "environment_error"
+    TOOL_TIMEOUT = "tool_timeout"
+    SANDBOX_LIMIT = "sandbox_limit"
+    SANDBOX_LOST = "sandbox_lost"
+    NON_FINITE = "non_finite"
+    STRAGGLER = "straggler"
+    """Cut because it would have passed the staleness bound after the job's deadline."""
+    CANCELLED = "cancelled"
+
+    @property
+    def is_trainable(self) -> bool:
+        """True when the reward is a verdict on the policy, not on the machinery."""
+        return self in (TrajectoryEnd.DONE, TrajectoryEnd.MAX_TURNS, TrajectoryEnd.TRUNCATED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One generation inside a trajectory: tokens [start, end) were sampled."""
+
+    start: int
+    end: int
+    version: int
+    """Policy version of the first token; the oldest one, since versions only grow."""
+    adapter_hash: str
+    stop_reason: StopReason
+    latency_s: float = 0.0
+    """Time the environment took to answer this turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """The finished record of one rollout. Token ids are those that were sampled or rendered, exactly."""
+
+    index: int
+    """Place inside its group, 0 .. group_size - 1."""
+    tokens: np.ndarray
+    """int32 [T]."""
+    loss_mask: np.ndarray
+    """bool [T]. True on sampled tokens."""
+    sampling_logprobs: np.ndarray
+    """float32 [T]. 0 where `loss_mask` is False."""
+    versions: np.ndarray
+    """int32 [T]. Policy version that sampled the token; -1 where `loss_mask` is False."""
+    turns: tuple[Turn, ...]
+    messages: tuple[Message, ...]
+    """The conversation as text, for people; training never reads it."""
+    reward: float
+    """0.0 and meaningless unless `end.is_trainable`."""
+    is_success: bool
+    end: TrajectoryEnd
+    detail: str = ""
+    """What went wrong, in words, when something did."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest policy version among its tokens; None when nothing was sampled."""
+        return min((turn.version for turn in self.turns), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The G trajectories of one prompt, the unit of scheduling and of advantages."""
+
+    index: int
+    """Place in the job's stream of groups."""
+    prompt_index: int
+    version: int
+    """Policy version that its rollouts started with."""
+    trajectories: tuple[Trajectory, ...]
+
+
+# ---------------------------------------------------------------------------------------------
+# The two protocols of an engine worker, as the loop sees them
+
+
+class Generator(Protocol):
+    """Samples tokens for many policies and versions at once."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample until a stop. Cancelling the awaiting task takes the sequence out of the batch."""
+        ...
+
+    async def release(self, sequence_ids: Sequence[str]) -> None:
+        """These sequences will have no further turn: free what is kept for them."""
+        ...
+
+
+class Trainer(Protocol):
+    """Trains many policies; the Tinker verbs. Order is a barrier per policy only."""
+
+    async def create(self, policy_id: PolicyId, spec: AdapterSpec) -> str:
+        """Make a fresh policy at version 0, live for generation. Returns its adapter hash."""
+        ...
+
+    async def load(self, policy_id: PolicyId, snapshot: str) -> StepResult:
+        """Bring a policy back from a state snapshot (adapter, moments, clock), live at its version."""
+        ...
+
+    async def forward_backward(
+        self, policy_id: PolicyId, data: Sequence[Datum], objective: Objective
+    ) -> list[DatumOutput]:
+        """Accumulate gradients of the summed loss of `data` into the policy's gradient row."""
+        ...
+
+    async def forward(
+        self, policy_id: PolicyId | None, version: int, data: Sequence[Datum]
+    ) -> list[DatumOutput]:
+        """Logprobs of every token under a live version, or under the base (None)."""
+        ...
+
+    async def optim_step(
+        self, policy_id: PolicyId, adam: AdamParams, snapshot: str | None = None
+    ) -> StepResult:
+        """Apply the accumulated gradient and clear it; write the state to `snapshot` if given.
+
+        The new version is not live until `publish`: the caller commits its record first.
+        """
+        ...
+
+    async def publish(self, policy_id: PolicyId, version: int) -> None:
+        """Make `version`, the newest, live for generation. Pauses nobody."""
+        ...
+
+    async def retire(self, policy_id: PolicyId, version: int) -> None:
+        """No new request will name this version; its slot is freed once running ones end."""
+        ...
+
+    async def save_adapter(self, policy_id: PolicyId, version: int, folder: str) -> str:
+        """Write a live version as a PEFT folder. Returns its adapter hash."""
+        ...
+
+    async def remove(self, policy_id: PolicyId) -> None:
+        """Forget the policy: its running sequences end as cancelled, its memory is zeroed."""
+        ...
+
+
+# ---------------------------------------------------------------------------------------------
+# Jobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Extra waiting time of every environment call, log-normal: a tool that takes its time."""
+
+    median_s: float = 0.0
+    """0 switches it off."""
+    sigma: float = 0.0
+    """Standard deviation of the logarithm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What a tenant submits. Everything that decides the result of a job is in here."""
+
+    tenant: TenantId
+    name: str
+    """Unique per tenant; one path segment."""
+    env: Mapping[str, object]
+    """`{"family": NAME, ...settings of the family}`."""
+    algorithm: Mapping[str, object] = field(default_factory=lambda: {"preset": "dppo_tis"})
+    """`{"preset": NAME, ...parameters to override}`."""
+    adapter: AdapterSpec = field(default_factory=AdapterSpec)
+    steps: int = 20
+    prompts_per_step: int = 4
+    """P: groups that one optimizer step takes."""
+    group_size: int = 8
+    """G: trajectories of one prompt."""
+    max_staleness: int = 4
+    """Optimizer steps that a trajectory's oldest token may lag when it is trained on; 0 is on-policy."""
+    learning_rate: float = 2e-3
+    max_tokens: int = 64
+    """Most tokens per turn."""
+    temperature: float = 1.0
+    eval_every: int = 0
+    """Steps between evaluations; the first and the last version are always evaluated. 0: only those."""
+    eval_prompts: int = 128
+    stop_at_success: float = 0.0
+    """Stop early once an evaluation succeeds this often; 0 never stops."""
+    latency: Latency = field(default_factory=Latency)
+    is_in_flight: bool = False
+    """Rollouts take newer versions at token boundaries instead of keeping the one they began with."""
+    is_seeded: bool = False
+    """Fixed-lag, bitwise reproducible schedule (design decision 9)."""
+    straggler_deadline_s: float = 60.0
+    """How long a step waits for a group that would pass the staleness bound before it is cut."""
+    seed: int = 0
+    keep_versions: int = 3
+    """Newest versions kept as PEFT folders, beside the first and the best."""
+
+    @property
+    def job_id(self) -> JobId:
+        return JobId(f"{self.tenant}/{self.name}")
+
+    @property
+    def policy_id(self) -> PolicyId:
+        return PolicyId(f"{self.tenant}/{self.name}")
+
+
+class JobState(StrEnum):
+    """`queued -> running -> done`; `held`, `failed` and `cancelled` carry a reason."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    HELD = "held"
+    """Stopped because its results could not be trusted (gap, non-finite update)."""
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in (JobState.DONE, JobState.HELD, JobState.FAILED, JobState.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStats:
+    """Where one engine worker's time went since it started; kinds are `decode`, `prefill`, `train`,
+    `publish` and `other`, the rest was idle."""
+
+    name: str
+    elapsed_s: float
+    busy_s: Mapping[str, float]
+    tokens: Mapping[str, int]
+    """Tokens processed by kind (decode: sampled; prefill: computed; train: packed)."""
+    num_decoding: int
+    num_waiting: int
+    """Sequences that wait for a place in the batch."""
+    num_parked: int
+    """Sequences out of the batch whose KV is kept for a next turn."""
+    kv_tokens: int
+    kv_capacity_tokens: int
+    rss_bytes: int
