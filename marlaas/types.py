@@ -474,3 +474,47 @@ class WorkerStats:
     kv_tokens: int
     kv_capacity_tokens: int
     rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """The durable record of one optimizer step: what was trained on, what came out."""
+
+    step: int
+    """1-based; equals the policy version that the step made (a step without update advances too)."""
+    group_indices: tuple[int, ...]
+    """Groups consumed, in training order. With the job's cursor this is what resume needs."""
+    adapter_hash: str
+    is_vetoed: bool
+    is_empty: bool
+    """Every group had zero variance or was dropped: the clock advanced, the weights did not."""
+    metrics: Mapping[str, float]
+    """One flat row of the learning curve, see `docs/metrics.md`."""
+    elapsed_s: float
+    """Seconds since the job began (this run and earlier ones)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRecord:
+    """One evaluation on held-out prompts, one sample each at the job's temperature."""
+
+    version: int
+    success: float
+    """Share of prompts that succeeded, over those with a verdict."""
+    reward: float
+    num_prompts: int
+    num_failed: int
+    """Prompts without a verdict because the environment failed."""
+    elapsed_s: float
+
+
+class JobObserver(Protocol):
+    """Whoever wants to see progress. Called from the event loop: return quickly, never raise."""
+
+    def job_state(self, spec: JobSpec, state: JobState, reason: str) -> None: ...
+
+    def step_done(self, spec: JobSpec, record: StepRecord) -> None: ...
+
+    def eval_done(self, spec: JobSpec, record: EvalRecord) -> None: ...
+
+    def group_done(self, spec: JobSpec, group: Group) -> None: ...
