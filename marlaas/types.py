@@ -195,7 +195,7 @@ class DatumOutput:
     """What a forward pass says of one datum."""
 
     logprobs: np.ndarray
-    """float32 [T]. Train logprobs where `weights` is not 0 (everywhere for a plain forward), else 0."""
+    """float32 [T]. Train logprobs where `weights` is not 0 (everywhere for `forward`), else 0."""
     loss: float
     """The datum's share of the loss: sum over tokens of weight x token loss."""
     counts: Mapping[str, float] = field(default_factory=dict)
@@ -269,7 +269,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """The finished record of one rollout. Token ids are those that were sampled or rendered, exactly."""
+    """The finished record of one rollout. Token ids are exactly those sampled or rendered."""
 
     index: int
     """Place inside its group, 0 .. group_size - 1."""
@@ -337,7 +337,7 @@ class Trainer(Protocol):
         ...
 
     async def load(self, policy_id: PolicyId, snapshot: str) -> StepResult:
-        """Bring a policy back from a state snapshot (adapter, moments, clock), live at its version."""
+        """Bring a policy back from a state snapshot (adapter, moments, clock), live."""
         ...
 
     async def forward_backward(
@@ -410,19 +410,19 @@ class JobSpec:
     group_size: int = 8
     """G: trajectories of one prompt."""
     max_staleness: int = 4
-    """Optimizer steps that a trajectory's oldest token may lag when it is trained on; 0 is on-policy."""
+    """Optimizer steps that a trajectory's oldest token may lag when it is trained on."""
     learning_rate: float = 2e-3
     max_tokens: int = 64
     """Most tokens per turn."""
     temperature: float = 1.0
     eval_every: int = 0
-    """Steps between evaluations; the first and the last version are always evaluated. 0: only those."""
+    """Steps between evaluations; 0: only the first and the last version, which always are."""
     eval_prompts: int = 128
     stop_at_success: float = 0.0
     """Stop early once an evaluation succeeds this often; 0 never stops."""
     latency: Latency = field(default_factory=Latency)
     is_in_flight: bool = False
-    """Rollouts take newer versions at token boundaries instead of keeping the one they began with."""
+    """Rollouts take newer versions at token boundaries instead of keeping their first."""
     is_seeded: bool = False
     """Fixed-lag, bitwise reproducible schedule (design decision 9)."""
     straggler_deadline_s: float = 60.0
@@ -481,7 +481,7 @@ class StepRecord:
     """The durable record of one optimizer step: what was trained on, what came out."""
 
     step: int
-    """1-based; equals the policy version that the step made (a step without update advances too)."""
+    """1-based; the policy version that the step made (a step without update advances too)."""
     group_indices: tuple[int, ...]
     """Groups consumed, in training order. With the job's cursor this is what resume needs."""
     adapter_hash: str
