@@ -25,11 +25,11 @@ from marlaas.types import Message, Prompt
 
 HEADS = (
     *("Or", "Ves", "Dun", "Mar", "Tel", "Kas", "Bel", "Ron", "Sil", "Had", "Fen", "Gor"),
-    *("Lin", "Pav", "Tor", "Um", "Wes", "Yar", "Zan", "Bri", "Cal", "Dor", "Ell", "Jor"),
+    *("Lin", "Pav", "Tor", "Um", "Wes", "Yar", "Zan", "Nev", "Cal", "Dor", "El", "Jor"),
 )
 TAILS = (
-    *("lan", "kar", "mor", "ta", "wen", "dis", "rik", "sel", "na", "dor", "vin", "mas"),
-    *("lo", "ren", "tis", "bar", "gan", "mi", "nos", "ley", "fa", "rus", "den", "ko"),
+    *("lan", "kar", "mor", "la", "wen", "bis", "rik", "sel", "na", "bor", "vin", "mas"),
+    *("lo", "ren", "vis", "bar", "gan", "mi", "nos", "ley", "fa", "rus", "ven", "ko"),
 )
 JOBS = (
     *("baker", "smith", "teacher", "farmer", "painter", "sailor", "miller", "doctor"),

@@ -1,4 +1,4 @@
-"""A frozen base model, ready for many adapters: loaded by `transformers`, attention and linears ours.
+"""A frozen base model, ready for many adapters: `transformers` model, our attention and linears.
 
 The engine calls two things: `hidden` (a packed pass through the blocks) and the head, which it
 applies itself to the few positions whose logits it needs, chunk by chunk.
