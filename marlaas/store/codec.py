@@ -6,8 +6,8 @@ The store keeps groups and job specs in it, and messages between processes trave
 alone: it imports nothing of this package, so that a worker can use it without the database.
 
 - The reader names the type; nothing in the bytes can choose what is constructed.
-- An array is its dtype, its shape and its bytes in C order. NaN and infinity survive, as floats too.
-- Decoded arrays own aligned, writable memory: they outlive the message and PyTorch takes them as is.
+- An array is its dtype, its shape and its bytes in C order. NaN and infinity survive.
+- Decoded arrays own aligned, writable memory: they outlive the message, and PyTorch takes them.
 """
 
 from functools import lru_cache
