@@ -357,7 +357,9 @@ class Trainer(Protocol):
     ) -> StepResult:
         """Apply the accumulated gradient and clear it; write the state to `snapshot` if given.
 
-        The new version is not live until `publish`: the caller commits its record first.
+        With nothing accumulated since the last step, weights and moments stay as they are and the
+        version advances all the same: a step without update is a step of the clock. The new
+        version is not live until `publish`: the caller commits its record first.
         """
         ...
 
