@@ -340,6 +340,11 @@ class Trainer(Protocol):
         """Bring a policy back from a state snapshot (adapter, moments, clock), live."""
         ...
 
+    async def load_version(self, policy_id: PolicyId, version: int, folder: str) -> str:
+        """Make an older version live again for generation and `forward`, from the folder that
+        `save_adapter` wrote. Training state stays as it is. Returns its adapter hash."""
+        ...
+
     async def forward_backward(
         self, policy_id: PolicyId, data: Sequence[Datum], objective: Objective
     ) -> list[DatumOutput]:

@@ -21,7 +21,7 @@ from marlaas.errors import InvalidRequest
 from marlaas.types import Objective
 
 STD_EPSILON = 1e-6
-"""Added to the standard deviation of a group's rewards, so that equal rewards give 0 and not NaN."""
+"""Added to the standard deviation of a group's rewards: equal rewards give 0 and not NaN."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -137,28 +137,30 @@ _PRESETS: tuple[Algorithm, ...] = (
     Algorithm(
         preset="dppo_tis",
         advantage=group_mean,
-        objective=Objective("dppo_tis", {"cap": 2.0, "delta": 0.2, "log_ratio_penalty": 1e-3}),
+        objective=Objective(
+            name="dppo_tis", params={"cap": 2.0, "delta": 0.2, "log_ratio_penalty": 1e-3}
+        ),
         normaliser=by_step_tokens,
         keeps=has_variance,
     ),
     Algorithm(
         preset="grpo",
         advantage=group_standard,
-        objective=Objective("ppo", {"clip_low": 0.2, "clip_high": 0.2}),
+        objective=Objective(name="ppo", params={"clip_low": 0.2, "clip_high": 0.2}),
         normaliser=by_sequence_mean,
         keeps=has_any_verdict,
     ),
     Algorithm(
         preset="dr_grpo",
         advantage=group_mean,
-        objective=Objective("ppo", {"clip_low": 0.2, "clip_high": 0.2}),
+        objective=Objective(name="ppo", params={"clip_low": 0.2, "clip_high": 0.2}),
         normaliser=by_constant,
         keeps=has_any_verdict,
     ),
     Algorithm(
         preset="dapo",
         advantage=group_standard,
-        objective=Objective("ppo", {"clip_low": 0.2, "clip_high": 0.28}),
+        objective=Objective(name="ppo", params={"clip_low": 0.2, "clip_high": 0.28}),
         normaliser=by_step_tokens,
         keeps=has_variance,
     ),
@@ -166,7 +168,7 @@ _PRESETS: tuple[Algorithm, ...] = (
         preset="gspo",
         advantage=group_standard,
         # Sequence-level ratios are far closer to 1 than token ratios; section 5.1 of the paper.
-        objective=Objective("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}),
+        objective=Objective(name="gspo", params={"clip_low": 3e-4, "clip_high": 4e-4}),
         normaliser=by_sequence_mean,
         keeps=has_any_verdict,
     ),
@@ -175,14 +177,14 @@ _PRESETS: tuple[Algorithm, ...] = (
         advantage=group_standard,
         # arXiv 2506.13585 sets no lower bound (clip_low 1 is ratio >= 0) and tunes the upper one
         # without naming it; 0.28 is the upper side of DAPO, on which the paper builds.
-        objective=Objective("cispo", {"clip_low": 1.0, "clip_high": 0.28}),
+        objective=Objective(name="cispo", params={"clip_low": 1.0, "clip_high": 0.28}),
         normaliser=by_step_tokens,
         keeps=has_variance,
     ),
     Algorithm(
         preset="rloo",
         advantage=leave_one_out,
-        objective=Objective("importance_sampling"),
+        objective=Objective(name="importance_sampling"),
         normaliser=by_sequence_sum,
         keeps=has_any_verdict,
     ),
@@ -217,12 +219,11 @@ def resolve(setting: Mapping[str, object]) -> Algorithm:
     numbers = {key: cast(float, value) for key, value in overrides.items()}
     common = {key: kind(numbers[key]) for key, kind in _COMMON.items() if key in numbers}
     params = {
-        key: float(numbers.get(key, default))
-        for key, default in algorithm.objective.params.items()
+        key: float(numbers.get(key, default)) for key, default in algorithm.objective.params.items()
     }
     if common.get("kl_coef"):
         params["kl_coef"] = common["kl_coef"]
-    objective = Objective(algorithm.objective.name, params)
+    objective = Objective(name=algorithm.objective.name, params=params)
     return replace(algorithm, objective=objective, **common)
 
 

@@ -74,9 +74,7 @@ class Files:
 
     def job(self, tenant_id: TenantId, job: str) -> Path:
         """Folder of one job."""
-        return (
-            self.root / "jobs" / check_segment("tenant", tenant_id) / check_segment("job", job)
-        )
+        return self.root / "jobs" / check_segment("tenant", tenant_id) / check_segment("job", job)
 
     def version(self, tenant_id: TenantId, job: str, version: int) -> VersionFiles:
         """Files of one policy version; nothing is created."""

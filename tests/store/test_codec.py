@@ -9,8 +9,17 @@ import numpy as np
 import pytest
 
 from marlaas.store import codec
-from marlaas.types import Datum, Group, JobSpec, Latency, Message, StopReason, Trajectory
-from marlaas.types import TrajectoryEnd, Turn
+from marlaas.types import (
+    Datum,
+    Group,
+    JobSpec,
+    Latency,
+    Message,
+    StopReason,
+    Trajectory,
+    TrajectoryEnd,
+    Turn,
+)
 
 
 def trajectory(index: int = 0) -> Trajectory:
@@ -52,9 +61,7 @@ def assert_same(left: object, right: object) -> None:
 
 
 def test_a_group_comes_back_equal() -> None:
-    group = Group(
-        index=7, prompt_index=7, version=3, trajectories=(trajectory(0), trajectory(1))
-    )
+    group = Group(index=7, prompt_index=7, version=3, trajectories=(trajectory(0), trajectory(1)))
     assert_same(codec.decode(codec.encode(group), Group), group)
 
 
@@ -68,7 +75,9 @@ def test_a_job_spec_with_free_settings_comes_back_equal() -> None:
     assert_same(codec.decode(codec.encode(spec), JobSpec), spec)
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int32", "int64", "f2", "f4", "f8", ">f4"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint16", "int32", "int64", "f2", "f4", "f8", ">f4"]
+)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3, 4)])
 def test_arrays_of_every_shape_survive(dtype: str, shape: tuple[int, ...]) -> None:
     array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
