@@ -7,6 +7,7 @@ module reads a wall clock or makes an unseeded generator; a test holds that.
 
 import asyncio
 import hashlib
+import os
 import selectors
 import time
 import uuid
@@ -29,6 +30,12 @@ def now_s() -> float:
 def cpu_s() -> float:
     """Return CPU seconds used by this process so far."""
     return time.process_time()
+
+
+def rss_bytes() -> int:
+    """Return the resident memory of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def wall_time_s() -> float:

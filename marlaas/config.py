@@ -1,0 +1,118 @@
+"""Frozen settings of the machine side, read once and printed at start. A tenant's knobs are in
+`types.JobSpec`, not here.
+
+`resolve` turns what the operator asked for into what will run, filling in everything that depends
+on the machine; nothing changes after that.
+"""
+
+import os
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from marlaas.errors import InvalidRequest
+
+
+class Placement(StrEnum):
+    """Which workers sample and which train."""
+
+    REPLICATED = "replicated"
+    """Every worker does both for its share of the policies; no core waits for the other stage."""
+    SPLIT = "split"
+    """One worker trains, the others sample; adapters are carried over at publish."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """What the operator asks for; None means: choose for this machine."""
+
+    num_workers: int | None = None
+    placement: Placement = Placement.REPLICATED
+    kv_capacity_tokens: int | None = None
+    max_batch: int = 64
+    """Sequences in one worker's decode batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Everything one engine worker is started with."""
+
+    name: str
+    base_name: str
+    base_folder: str
+    num_threads: int = 1
+    dtype: str = "float32"
+    device: str = "cpu"
+    kv_capacity_tokens: int = 65536
+    max_batch: int = 64
+    max_context: int = 2048
+    prefill_budget_tokens: int = 512
+    train_budget_tokens: int = 512
+    """Tokens of one fused training pass."""
+    is_exact: bool = False
+    """Every result is independent of neighbours, bit for bit (seeded jobs need it)."""
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables to start the worker with, set before torch is loaded."""
+        threads = str(self.num_threads)
+        return {
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+
+def resolve(
+    run: RunSettings,
+    *,
+    base_name: str,
+    base_folder: str,
+    max_context: int,
+    kv_bytes_per_token: int,
+    is_exact: bool = False,
+) -> list[EngineSettings]:
+    """Return the settings of every engine worker of a run.
+
+    Raises:
+        InvalidRequest: the combination cannot run here.
+    """
+    cores = len(os.sched_getaffinity(0))
+    num_workers = run.num_workers or cores
+    if num_workers < 1:
+        raise InvalidRequest(f"workers: got {num_workers}; expected at least 1")
+    if run.placement is Placement.SPLIT and num_workers < 2:
+        raise InvalidRequest(
+            "placement split needs at least 2 workers (one trains, the others sample); "
+            "expected --workers 2 or more, or --placement replicated"
+        )
+    capacity = run.kv_capacity_tokens or _kv_capacity(kv_bytes_per_token, num_workers)
+    return [
+        EngineSettings(
+            name=f"engine-{idx}",
+            base_name=base_name,
+            base_folder=base_folder,
+            num_threads=max(1, cores // num_workers),
+            kv_capacity_tokens=capacity,
+            max_batch=run.max_batch,
+            max_context=max_context,
+            is_exact=is_exact,
+        )
+        for idx in range(num_workers)
+    ]
+
+
+KV_MEMORY_SHARE = 0.25
+"""Share of the machine's memory that all workers' KV may take together."""
+
+MAX_KV_TOKENS = 1 << 18
+
+
+def _kv_capacity(kv_bytes_per_token: int, num_workers: int) -> int:
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    tokens = int(memory_bytes * KV_MEMORY_SHARE / num_workers / kv_bytes_per_token)
+    return max(1024, min(MAX_KV_TOKENS, tokens // 1024 * 1024))
+
+
+def describe(settings: EngineSettings) -> dict[str, object]:
+    """Return the settings as a flat mapping, for printing and for the run's record."""
+    return asdict(settings)

@@ -1,0 +1,236 @@
+"""An engine worker as the loop sees it: a `Generator` and a `Trainer` whose engine is a local process.
+
+Torch-free: this half lives in the server. `start` launches the process and waits for its self-check;
+every call is a message and its answer a future. When the process goes away, every open call fails
+with `WorkerLost`, and `start` may be called again.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import TypeVar
+
+from marlaas import errors
+from marlaas.config import EngineSettings
+from marlaas.errors import InvalidRequest, MarlaasError, WorkerLost
+from marlaas.store.codec import encode
+from marlaas.types import (
+    AdamParams,
+    AdapterSpec,
+    Capabilities,
+    Completion,
+    Datum,
+    DatumOutput,
+    GenerateRequest,
+    Objective,
+    PolicyId,
+    StepResult,
+    WorkerStats,
+)
+from marlaas.workers import messages as m
+from marlaas.workers.framing import FrameReader
+
+R = TypeVar("R")
+
+READ_BYTES = 1 << 20
+SHUTDOWN_TIMEOUT_S = 5.0
+
+
+class LocalWorker:
+    """`new -> start -> ready -> (calls) -> lost or stopped`; may be started again after a loss.
+
+    worker = LocalWorker(settings)
+    await worker.start()
+    completion = await worker.generate(request)
+    await worker.stop()
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.name = settings.name
+        self.self_check: dict[str, float] = {}
+        self.lost = asyncio.Event()
+        """Set while there is no process that could answer."""
+        self.lost.set()
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._calls: dict[int, asyncio.Future[m.Reply]] = {}
+        self._ids = itertools.count(1)
+        self._capabilities = Capabilities(max_context=settings.max_context)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Launch the process and wait until its base has passed the self-check.
+
+        Raises:
+            InvalidRequest: the base was refused, with the reason.
+            WorkerLost: the process ended before it was ready.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "marlaas.workers.process", str(theirs.fileno())),
+                env={**os.environ, **self.settings.environment()},
+                pass_fds=[theirs.fileno()],
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        blob = encode(self.settings)
+        self._writer.write(len(blob).to_bytes(4, "little") + blob)
+        ready = self._expect(0)
+        self._reading = asyncio.create_task(self._read(reader), name=f"read {self.name}")
+        reply = _checked(await ready, m.ReplyReady)
+        self.self_check = dict(reply.self_check)
+        self.lost.clear()
+
+    async def stop(self) -> None:
+        """End the process; open calls fail. Idempotent."""
+        if self._process is None:
+            return
+        if not self.lost.is_set():
+            with contextlib.suppress(WorkerLost, TimeoutError):
+                await asyncio.wait_for(self._call(m.Shutdown()), SHUTDOWN_TIMEOUT_S)
+        if self._writer is not None:
+            self._writer.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), SHUTDOWN_TIMEOUT_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        if self._reading is not None:
+            await self._reading
+        self._process = None
+
+    # Generator -----------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        try:
+            reply = await self._call(m.Generate(request))
+        except asyncio.CancelledError:
+            if not self.lost.is_set():
+                self._send(next(self._ids), m.Cancel(request.request_id))
+            raise
+        return _checked(reply, m.ReplyCompletion).completion
+
+    async def release(self, sequence_ids: Sequence[str]) -> None:
+        await self._done(m.Release(sequence_ids))
+
+    # Trainer -------------------------------------------------------------------------------
+
+    async def create(self, policy_id: PolicyId, spec: AdapterSpec) -> str:
+        return _checked(await self._call(m.Create(policy_id, spec)), m.ReplyHash).adapter_hash
+
+    async def load(self, policy_id: PolicyId, snapshot: str) -> StepResult:
+        return _checked(await self._call(m.Load(policy_id, snapshot)), m.ReplyStep).result
+
+    async def load_version(self, policy_id: PolicyId, version: int, folder: str) -> str:
+        reply = await self._call(m.LoadVersion(policy_id, version, folder))
+        return _checked(reply, m.ReplyHash).adapter_hash
+
+    async def forward_backward(
+        self, policy_id: PolicyId, data: Sequence[Datum], objective: Objective
+    ) -> list[DatumOutput]:
+        reply = await self._call(m.ForwardBackward(policy_id, data, objective))
+        return _checked(reply, m.ReplyOutputs).outputs
+
+    async def forward(
+        self, policy_id: PolicyId | None, version: int, data: Sequence[Datum]
+    ) -> list[DatumOutput]:
+        reply = await self._call(m.Forward(policy_id, version, data))
+        return _checked(reply, m.ReplyOutputs).outputs
+
+    async def optim_step(
+        self, policy_id: PolicyId, adam: AdamParams, snapshot: str | None = None
+    ) -> StepResult:
+        reply = await self._call(m.OptimStep(policy_id, adam, snapshot))
+        return _checked(reply, m.ReplyStep).result
+
+    async def publish(self, policy_id: PolicyId, version: int) -> None:
+        await self._done(m.Publish(policy_id, version))
+
+    async def retire(self, policy_id: PolicyId, version: int) -> None:
+        await self._done(m.Retire(policy_id, version))
+
+    async def save_adapter(self, policy_id: PolicyId, version: int, folder: str) -> str:
+        reply = await self._call(m.SaveAdapter(policy_id, version, folder))
+        return _checked(reply, m.ReplyHash).adapter_hash
+
+    async def remove(self, policy_id: PolicyId) -> None:
+        await self._done(m.Remove(policy_id))
+
+    # Between workers, and about this one -----------------------------------------------------
+
+    async def export_version(self, policy_id: PolicyId, version: int) -> m.ReplyVersion:
+        """Return a live version's weights, to be imported elsewhere."""
+        return _checked(await self._call(m.ExportVersion(policy_id, version)), m.ReplyVersion)
+
+    async def import_version(
+        self, policy_id: PolicyId, version: int, exported: m.ReplyVersion
+    ) -> None:
+        """Make another worker's version live here, for sampling only."""
+        message = m.ImportVersion(
+            policy_id, version, exported.spec, exported.adapter_hash, exported.row
+        )
+        await self._done(message)
+
+    async def stats(self) -> WorkerStats:
+        return _checked(await self._call(m.GetStats()), m.ReplyStats).stats
+
+    # Messages ------------------------------------------------------------------------------
+
+    async def _done(self, message: m.Call) -> None:
+        _checked(await self._call(message), m.ReplyNone)
+
+    async def _call(self, message: m.Call) -> m.Reply:
+        if self.lost.is_set():
+            raise WorkerLost(f"{self.name} is not running")
+        call_id = next(self._ids)
+        future = self._expect(call_id)
+        self._send(call_id, message)
+        return await future
+
+    def _expect(self, call_id: int) -> asyncio.Future[m.Reply]:
+        future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        return future
+
+    def _send(self, call_id: int, message: m.Call) -> None:
+        assert self._writer is not None
+        self._writer.write(m.pack(call_id, message))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Hand every reply to its waiting call; at the end fail those that are left."""
+        frames = FrameReader()
+        with contextlib.suppress(ConnectionError):
+            while chunk := await reader.read(READ_BYTES):
+                for call_id, reply in frames.feed(chunk):
+                    future = self._calls.pop(call_id, None)
+                    if future is not None and not future.done():
+                        future.set_result(reply)  # type: ignore[arg-type]
+        self.lost.set()
+        calls, self._calls = self._calls, {}
+        for future in calls.values():
+            if not future.done():
+                future.set_exception(WorkerLost(f"the process of {self.name} has ended"))
+
+
+def _checked(reply: m.Reply, expected: type[R]) -> R:
+    """Return the reply as the expected type, or raise the error that it carries."""
+    if isinstance(reply, m.ReplyError):
+        kind = getattr(errors, reply.code, None)
+        if isinstance(kind, type) and issubclass(kind, MarlaasError):
+            raise kind(reply.message)
+        raise InvalidRequest(f"{reply.code}: {reply.message}")
+    assert isinstance(reply, expected), f"expected {expected.__name__}, got {reply!r:.200}"
+    return reply
