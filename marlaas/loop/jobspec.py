@@ -19,7 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from marlaas.config import Placement
+from marlaas.envs.catalog import make_family
 from marlaas.errors import InvalidRequest
+from marlaas.loop import algorithms
 from marlaas.types import (
     RANK_BUCKETS,
     TARGET_GROUPS,
@@ -29,7 +34,6 @@ from marlaas.types import (
     TenantId,
 )
 
-PLACEMENTS = ("replicated", "split")
 MODES = ("async", "lockstep")
 
 Trail = tuple[str | int, ...]
@@ -44,14 +48,14 @@ SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
+class RunSection:
     """The `run:` section: how the jobs are run. None of it decides what a job learns."""
 
     base: str = "tiny"
     """Name of a base model, or path of a Hugging Face folder or GGUF file."""
     workers: int | None = None
     """Engine workers; None is one a core."""
-    placement: str = "replicated"
+    placement: Placement = Placement.REPLICATED
     mode: str = "async"
 
 
@@ -59,7 +63,7 @@ class RunSettings:
 class JobFile:
     """What a job file says."""
 
-    run: RunSettings
+    run: RunSection
     jobs: tuple[JobSpec, ...]
 
 
@@ -217,11 +221,11 @@ def choice(*names: str) -> Reader:
     """Read one of `names`."""
 
     def read(value: Any, _: Place) -> str:
-        if value not in names:
+        if not isinstance(value, str) or value not in names:
             near = difflib.get_close_matches(str(value), names, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise Refused(f"got {_shown(value)}; expected {' or '.join(names)}{hint}")
-        return value
+        return names[names.index(value)]
 
     return read
 
@@ -277,18 +281,19 @@ def _read_latency(value: Any, place: Place) -> Latency:
 
 def _read_algorithm(value: Any, place: Place) -> Mapping[str, object]:
     mapping = {"preset": value} if isinstance(value, str) else value
-    if not isinstance(mapping, Mapping):
+    if not isinstance(mapping, Mapping) or not isinstance(mapping.get("preset", ""), str):
         raise Refused(
-            f"got {_shown(value)}; expected the name of a preset, or {{preset: NAME, ...}}"
+            f"got {_shown(value)}; expected the name of a preset, or {{preset: NAME, ...numbers}}; "
+            f"presets are {', '.join(algorithms.PRESETS)}"
         )
-    _check_elsewhere(_check_algorithm, mapping, place)
+    _check_elsewhere(algorithms.resolve, mapping, place)
     return mapping
 
 
 def _read_env(value: Any, place: Place) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
         raise Refused(f"got {_shown(value)}; expected {{family: NAME, ...its settings}}")
-    _check_elsewhere(_check_env, value, place)
+    _check_elsewhere(make_family, value, place)
     return value
 
 
@@ -300,22 +305,14 @@ def _check_elsewhere(
         check(value)
     except InvalidRequest as error:
         for problem in error.problems:
-            words = set(re.findall(r"\w+", problem))
+            words = re.findall(r"\w+", problem)
             key = next((key for key in value if str(key) in words), None)
-            place.refuse(problem, line_of=place if key is None else place / key)
+            inner = place if key is None else place / key
+            if problem.startswith(f"{key}: "):
+                inner.refuse(problem.removeprefix(f"{key}: "))
+            else:
+                place.refuse(problem, line_of=inner)
         raise Refused from error
-
-
-def _check_algorithm(mapping: Mapping[str, object]) -> object:
-    from marlaas.loop import algorithms
-
-    return algorithms.resolve(mapping)
-
-
-def _check_env(mapping: Mapping[str, object]) -> object:
-    from marlaas.envs import catalog
-
-    return catalog.make_family(mapping)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -352,7 +349,7 @@ _DEFAULT_KNOBS = {**_JOB_KNOBS, "name": _refuse_shared, "replicate": _refuse_sha
 _RUN_KNOBS: Mapping[str, Reader] = {
     "base": _read_base,
     "workers": whole_number(1, 256),
-    "placement": choice(*PLACEMENTS),
+    "placement": choice(*Placement),
     "mode": choice(*MODES),
 }
 
@@ -429,8 +426,8 @@ class Draft:
         return Draft(values={**defaults.values, **self.values}, bad=self.bad | defaults.bad - own)
 
 
-def _read_run(mapping: object, place: Place) -> RunSettings:
-    return RunSettings(**Draft.read(mapping, place, _RUN_KNOBS).values)
+def _read_run(mapping: object, place: Place) -> RunSection:
+    return RunSection(**Draft.read(mapping, place, _RUN_KNOBS).values)
 
 
 def _read_job_list(
@@ -470,10 +467,10 @@ def _read_job(draft: Draft, place: Place, max_context: int | None) -> list[JobSp
     for knobs, fault in _RULES:
         if draft.bad.isdisjoint(knobs) and (problem := fault(spec)):
             (place / knobs[0]).refuse(problem)
-    is_known = max_context is not None and "max_tokens" not in draft.bad
-    if is_known and spec.max_tokens >= max_context:
+    limit = max_context if "max_tokens" not in draft.bad else None
+    if limit is not None and spec.max_tokens >= limit:
         (place / "max_tokens").refuse(
-            f"got {spec.max_tokens}; expected less than the base's context of {max_context} "
+            f"got {spec.max_tokens}; expected less than the base's context of {limit} "
             "tokens, which must hold the prompt too"
         )
     if not spec.tenant or not spec.name:
@@ -518,16 +515,13 @@ _SAME_NAME = frozenset(_JOB_KNOBS) & frozenset(JobSpec.__dataclass_fields__)
 
 
 def _group_fault(spec: JobSpec) -> str | None:
-    if spec.group_size == 1 and _is_group_relative(spec.algorithm):
+    algorithm = algorithms.resolve(spec.algorithm)
+    if spec.group_size == 1 and algorithm.advantage(np.ones(1))[0] == 0:
         return (
-            f"got 1; expected at least 2, because {spec.algorithm['preset']!r} compares the "
-            "trajectories of a group with each other"
+            f"got 1; expected at least 2, because {algorithm.preset} compares the trajectories of "
+            "a group, and one alone teaches nothing"
         )
     return None
-
-
-def _is_group_relative(algorithm: Mapping[str, object]) -> bool:
-    return True
 
 
 def _step_size_fault(spec: JobSpec) -> str | None:
