@@ -196,7 +196,7 @@ OBJECTIVE_PARAMS: Mapping[str, Mapping[str, float]] = {
     "ppo": {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0},
     "cispo": {"clip_low": 1.0, "clip_high": 4.0, "kl_coef": 0.0},
-    "dppo_tis": {"ratio_cap": 2.0, "delta": 0.2, "log_ratio_penalty": 1e-3, "kl_coef": 0.0},
+    "dppo_tis": {"cap": 2.0, "delta": 0.2, "log_ratio_penalty": 1e-3, "kl_coef": 0.0},
 }
 """Token objectives with their parameters and defaults; `engine/objectives.py` has the formulas.
 `clip_low` and `clip_high` are distances from 1: ratios stay in [1 - clip_low, 1 + clip_high]."""
