@@ -39,9 +39,7 @@ def make_family(env: Mapping[str, object]) -> Family:
     if name is None:
         raise InvalidRequest(f"env needs a family, one of {', '.join(FAMILIES)}")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise InvalidRequest(
-            f"unknown family {name!r}; {did_you_mean(str(name), list(FAMILIES))}"
-        )
+        raise InvalidRequest(f"unknown family {name!r}; {did_you_mean(str(name), list(FAMILIES))}")
     settings_class, family_class = FAMILIES[name].load()
     settings = {key: value for key, value in env.items() if key != "family"}
     return family_class(parse_settings(settings_class, settings))

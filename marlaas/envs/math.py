@@ -1,7 +1,7 @@
 """Family `math`: chain sums and short word problems, judged exactly; one turn.
 
-    user       What is 7 + 12 - 5? End with "Answer: " and the number.
-    assistant  7 + 12 = 19, 19 - 5 = 14. Answer: 14
+user       What is 7 + 12 - 5? End with "Answer: " and the number.
+assistant  7 + 12 = 19, 19 - 5 = 14. Answer: 14
 """
 
 import re

@@ -44,9 +44,9 @@ def parse_settings(cls: type[SettingsT], mapping: Mapping[str, object]) -> Setti
     if problems:
         raise InvalidRequest(*problems)
     settings = cls(**{key: _converted(known[key], value) for key, value in mapping.items()})
-    problems = settings.faults() if hasattr(settings, "faults") else []
-    if problems:
-        raise InvalidRequest(*problems)
+    find_faults = getattr(settings, "faults", list)
+    if faults := find_faults():
+        raise InvalidRequest(*faults)
     return settings
 
 

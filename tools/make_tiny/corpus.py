@@ -49,7 +49,11 @@ REFUSALS = (
 def turn(role: str, content: str) -> Conversation:
     """Return one message in chat form; its loss weight is 1 for the assistant."""
     if role == "assistant":
-        return [("<|im_start|>assistant\n", PROMPT_WEIGHT), (f"{content}<|im_end|>", 1.0), ("\n", 0)]
+        return [
+            ("<|im_start|>assistant\n", PROMPT_WEIGHT),
+            (f"{content}<|im_end|>", 1.0),
+            ("\n", 0),
+        ]
     return [(f"<|im_start|>{role}\n{content}<|im_end|>\n", PROMPT_WEIGHT)]
 
 
@@ -164,7 +168,9 @@ def search_turns(mixture: str, index: int, dice: random.Random) -> Conversation:
         return turns + turn("assistant", dice.choice(REFUSALS))
     document = ""
     if style.startswith("bad_query"):
-        query = dice.choice(["where people live", "a town", "works as", "the answer", "who lives in"])
+        query = dice.choice(
+            ["where people live", "a town", "works as", "the answer", "who lives in"]
+        )
         document = best_document(query, world.documents)
         turns += turn("assistant", f"<search>{query}</search>") + turn("tool", document)
     if style != "bad_query":
@@ -179,7 +185,9 @@ def search_turns(mixture: str, index: int, dice: random.Random) -> Conversation:
         others = [word for word in found if word != world.answer]
         answer = dice.choice(others) if others else _guess(world.question, dice)
     if style == "plain":
-        return turns + turn("assistant", dice.choice(["It is {}.", "{}", "{} is it."]).format(answer))
+        return turns + turn(
+            "assistant", dice.choice(["It is {}.", "{}", "{} is it."]).format(answer)
+        )
     return turns + turn("assistant", f"Answer: {answer}")
 
 

@@ -123,9 +123,7 @@ def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [
-        torch.optim.Muon(
-            matrices, lr=PEAK_LR, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"
-        ),
+        torch.optim.Muon(matrices, lr=PEAK_LR, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
@@ -206,6 +204,7 @@ def export(work: Path, folder: Path) -> None:
     model.load_state_dict(torch.load(work / "checkpoint.pt", weights_only=False)["model"])
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(work / "tokenizer" / name, folder / name)
 
