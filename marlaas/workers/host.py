@@ -1,16 +1,16 @@
 """One engine worker from the inside: messages in, quanta of work, replies out.
 
-The host is where tenants' names end and slots begin. It knows which (policy, version) lives in which
-slot, how many running sequences hold it, and in which order each policy's calls must happen.
+The host is where tenants' names end and slots begin. It knows which (policy, version) lives in
+which slot, how many running sequences hold it, and in which order each policy's calls must happen.
 
     version:  made (create, load, optim_step) -> live (publish) -> retired -> freed
     call:     queued per policy -> running in the trainer -> answered
 
-- A version's slot is freed once it is retired, no running sequence holds it, and it is not the newest
-  one, which the trainer trains on.
+- A version's slot is freed once it is retired, no running sequence holds it, and it is not the
+  newest one, which the trainer trains on.
 - Order is a barrier within one policy only: an `optim_step` waits for that policy's own passes.
-- Work is done in quanta (one decode step, one prefill pass, one training pass), so a message waits for
-  one quantum at most, and sampling and training of different tenants interleave.
+- Work is done in quanta (one decode step, one prefill pass, one training pass), so a message waits
+  for one quantum at most, and sampling and training of different tenants interleave.
 """
 
 from collections import deque

@@ -1,8 +1,8 @@
-"""An engine worker as the loop sees it: a `Generator` and a `Trainer` whose engine is a local process.
+"""An engine worker as the loop sees it: `Generator` and `Trainer`, the engine a local process.
 
-Torch-free: this half lives in the server. `start` launches the process and waits for its self-check;
-every call is a message and its answer a future. When the process goes away, every open call fails
-with `WorkerLost`, and `start` may be called again.
+Torch-free: this half lives in the server. `start` launches the process and waits for its
+self-check; every call is a message and its answer a future. When the process goes away, every open
+call fails with `WorkerLost`, and `start` may be called again.
 """
 
 import asyncio
