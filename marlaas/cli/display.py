@@ -135,7 +135,9 @@ class Lines:
     def group_done(self, spec: JobSpec, group: Group) -> None:
         self.line(spec).note_group(group, runtime.now_s())
 
-    def recall(self, spec: JobSpec, steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> None:
+    def recall(
+        self, spec: JobSpec, steps: Sequence[StepRecord], evals: Sequence[EvalRecord]
+    ) -> None:
         """Begin a job's line with what earlier runs of it recorded."""
         line = self.line(spec)
         for record in steps:
