@@ -21,6 +21,8 @@ from marlaas.types import Message, Prompt
 MAX_INPUT = 20
 """Hidden tests use whole numbers from -MAX_INPUT to MAX_INPUT."""
 
+INPUTS = range(-MAX_INPUT, MAX_INPUT + 1)
+
 ENTRY = "f"
 """Name of the function that the policy writes in problems of kind "function"."""
 
@@ -116,20 +118,20 @@ def make_problem(settings: CodeSettings, index: int, *, seed: int, split: str) -
 
 
 def draw_problem(settings: CodeSettings, stream: np.random.Generator) -> Problem:
-    """Return a random problem that neither the identity nor a constant solves."""
+    """Return a random problem that no constant, not the input, and no single branch solves."""
     while True:
         if settings.kind == "expression":
             problem: Problem = _draw_steps(settings, stream)
+            outputs = [run_problem(problem, x) for x in INPUTS]
+            if outputs != list(INPUTS) and len(set(outputs)) > 1:
+                return problem
         else:
             threshold = int(stream.integers(0, min(settings.max_value, MAX_INPUT - 2) + 1))
             problem = Branches(
                 threshold, _draw_steps(settings, stream), _draw_steps(settings, stream)
             )
-        inputs = range(-MAX_INPUT, MAX_INPUT + 1)
-        outputs = [run_problem(problem, x) for x in inputs]
-        has_two_branches = not isinstance(problem, Branches) or problem.above != problem.otherwise
-        if has_two_branches and outputs != list(inputs) and len(set(outputs)) > 1:
-            return problem
+            if all(_telling_inputs(problem)):
+                return problem
 
 
 def run_problem(problem: Problem, x: int) -> int:
@@ -210,10 +212,23 @@ def _as_expression(steps: Sequence[Step]) -> str:
     return source
 
 
+def _telling_inputs(problem: Branches) -> tuple[list[int], list[int]]:
+    """Return inputs up to and above the threshold where taking the other branch is wrong."""
+    telling = [
+        x for x in INPUTS if run_problem(problem.above, x) != run_problem(problem.otherwise, x)
+    ]
+    return (
+        [x for x in reversed(telling) if x <= problem.threshold],
+        [x for x in telling if x > problem.threshold],
+    )
+
+
 def _test_inputs(
     settings: CodeSettings, problem: Problem, stream: np.random.Generator
 ) -> list[int]:
-    """Return distinct inputs; those around a threshold come first, so both branches are run."""
-    edges = [problem.threshold, problem.threshold + 1] if isinstance(problem, Branches) else []
-    others = [int(x) for x in stream.permutation(np.arange(-MAX_INPUT, MAX_INPUT + 1))]
+    """Return distinct inputs; the first two tell apart the branches, next to the threshold."""
+    edges = []
+    if isinstance(problem, Branches):
+        edges = [side[0] for side in _telling_inputs(problem)]
+    others = [int(x) for x in stream.permutation(np.array(INPUTS))]
     return (edges + [x for x in others if x not in edges])[: settings.num_tests]

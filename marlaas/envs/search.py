@@ -85,9 +85,7 @@ class SearchFamily:
 
     def prompt(self, index: int, *, seed: int, split: str) -> Prompt:
         """Return item `index` of a split."""
-        settings = self._settings
-        labels = ("search", settings.hops, settings.num_documents, seed, index)
-        world = draw_item(lambda stream: draw_world(settings, stream), *labels, split=split)
+        world = make_world(self._settings, index, seed=seed, split=split)
         return Prompt(
             index=index,
             messages=(Message("system", SYSTEM), Message("user", world.question)),
@@ -159,14 +157,30 @@ def parse_answer(reply: str) -> str | None:
 def best_document(query: str, documents: Sequence[str]) -> str:
     """Return the document that shares the rarest words with the query; the first one of equals.
 
-    A shared word counts 1 / (number of documents that hold it).
+    A shared word counts 1 / (number of documents that hold it), a document's first word, which
+    is its title, twice that.
     """
-    words = [set(_terms(document)) for document in documents]
-    frequency = Counter(word for document in words for word in document)
-    wanted = set(_terms(query))
-    scores = [sum(1 / frequency[word] for word in sorted(wanted & found)) for found in words]
+    terms = [_distinct_terms(document) for document in documents]
+    frequency = Counter(word for words in terms for word in words)
+    wanted = _distinct_terms(query)
+    scores = [
+        sum(1 / frequency[word] for word in words if word in wanted)
+        + (1 / frequency[words[0]] if words[0] in wanted else 0)
+        for words in terms
+    ]
     best = max(range(len(documents)), key=lambda i: scores[i])
     return documents[best] if scores[best] > 0 else NO_RESULT
+
+
+def make_world(settings: SearchSettings, index: int, *, seed: int, split: str) -> World:
+    """Return item `index` of a split; no question is in both splits."""
+    labels = ("search", settings.hops, settings.num_documents, seed, index)
+    return draw_item(
+        lambda stream: draw_world(settings, stream),
+        *labels,
+        split=split,
+        key=lambda world: world.question,
+    )
 
 
 def draw_world(settings: SearchSettings, stream: np.random.Generator) -> World:
@@ -207,5 +221,5 @@ def _draw_names(count: int, stream: np.random.Generator) -> list[str]:
     return [HEADS[i // len(TAILS)] + TAILS[i % len(TAILS)] for i in map(int, chosen)]
 
 
-def _terms(text: str) -> list[str]:
-    return [word.casefold() for word in _WORD.findall(text)]
+def _distinct_terms(text: str) -> list[str]:
+    return list(dict.fromkeys(word.casefold() for word in _WORD.findall(text)))

@@ -28,7 +28,7 @@ from marlaas.envs.search import (
     TAILS,
     SearchSettings,
     best_document,
-    draw_world,
+    make_world,
 )
 from marlaas.envs.splits import draw_item
 
@@ -158,8 +158,7 @@ SEARCH_STYLES = {
 def search_turns(mixture: str, index: int, dice: random.Random) -> Conversation:
     """Return one search episode."""
     settings = dice.choices(*zip(*SEARCH_SETTINGS, strict=True))[0]
-    labels = ("search", settings.hops, settings.num_documents, CORPUS_SEED, index)
-    world = draw_item(lambda stream: draw_world(settings, stream), *labels, split="train")
+    world = make_world(settings, index, seed=CORPUS_SEED, split="train")
     style = pick(SEARCH_STYLES[mixture], dice)
     turns = turn("system", SYSTEM) + turn("user", world.question)
     if style == "guess":

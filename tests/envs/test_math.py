@@ -1,0 +1,65 @@
+"""Family `math`: exact verdicts on one reply."""
+
+import asyncio
+
+from marlaas.envs.base import EnvStep
+from marlaas.envs.math import MathFamily, MathSettings, draw_terms, sum_question
+from marlaas.runtime import rng
+from marlaas.types import Prompt
+
+FAMILY = MathFamily(MathSettings())
+
+
+def judge(prompt: Prompt, reply: str) -> EnvStep:
+    (env,) = FAMILY.make(prompt, 1)
+    return asyncio.run(env.step(reply, is_last=True))
+
+
+def test_a_right_answer_is_rewarded_with_or_without_steps():
+    prompt = FAMILY.prompt(0, seed=0, split="train")
+    answer = prompt.reference["answer"]
+    for reply in (
+        f"Answer: {answer}",
+        f"1 + 1 = 2, 2 + 3 = 5. Answer: {answer}",
+        f"Answer: 999. No: Answer:{answer}.\n",
+    ):
+        step = judge(prompt, reply)
+        assert step.is_done
+        assert (step.reward, step.is_success, step.metrics) == (1.0, True, {"format": 1.0})
+
+
+def test_a_wrong_answer_in_the_right_format_is_told_from_no_format():
+    prompt = FAMILY.prompt(0, seed=0, split="train")
+    answer = prompt.reference["answer"]
+    assert judge(prompt, "Answer: 999").metrics == {"format": 1.0}
+    for reply in (
+        f"It is {answer}.",
+        f"Answer: {answer} apples",
+        "Answer:",
+        "",
+        f"answer {answer}",
+    ):
+        step = judge(prompt, reply)
+        assert (step.reward, step.is_success, step.metrics) == (0.0, False, {"format": 0.0})
+
+
+def test_answers_equal_what_the_question_asks():
+    for settings in (MathSettings(), MathSettings(terms=6, max_value=999)):
+        for index in range(50):
+            prompt = MathFamily(settings).prompt(index, seed=1, split="train")
+            question = prompt.messages[0].content.partition("?")[0]
+            expression = question.removeprefix("What is ")
+            numbers = expression.replace("- ", "-").replace("+ ", "").split()
+            assert sum(map(int, numbers)) == prompt.reference["answer"]
+
+
+def test_no_partial_sum_is_negative():
+    settings = MathSettings(terms=6, max_value=9)
+    for index in range(200):
+        terms = draw_terms(settings, rng("test", index))
+        assert len(terms) == 6
+        assert all(sum(terms[:n]) >= 0 for n in range(1, 7))
+
+
+def test_a_sum_reads_as_people_write_it():
+    assert sum_question((7, 12, -5)) == "What is 7 + 12 - 5?"
