@@ -5,6 +5,7 @@ a date is text, and `1e-3` is a number. A key that is given twice is a fault, no
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ MAX_FILE_VALUES = 100_000
 """Bounds what aliases can unfold a small file into."""
 
 
-def load_jobs(path: Path, *, max_context: int | None = None) -> JobFile:
-    """Read a job file. `max_context` is the base's, in tokens, when the caller knows it.
+def load_jobs(path: Path, *, context_of: Callable[[str], int] | None = None) -> JobFile:
+    """Read a job file; `context_of` is as in `read_jobs`.
 
     Raises:
         InvalidRequest: with one problem per fault.
@@ -33,7 +34,7 @@ def load_jobs(path: Path, *, max_context: int | None = None) -> JobFile:
     if len(text) > MAX_FILE_BYTES:
         raise InvalidRequest(f"{path}: is too long; expected at most {MAX_FILE_BYTES} bytes")
     document, lines, problems = _parse_yaml(text)
-    return read_jobs(document, lines=lines, problems=problems, max_context=max_context)
+    return read_jobs(document, lines=lines, problems=problems, context_of=context_of)
 
 
 class _Loader(yaml.SafeLoader):

@@ -72,12 +72,12 @@ def read_jobs(
     *,
     lines: Mapping[Trail, int] | None = None,
     problems: Sequence[str] = (),
-    max_context: int | None = None,
+    context_of: Callable[[str], int] | None = None,
 ) -> JobFile:
     """Turn a parsed document into jobs; `problems` are faults that its parser already saw.
 
-    `lines` gives the line on which a value stands. `max_context` is the base's, in tokens, when the
-    caller knows it.
+    `lines` gives the line on which a value stands. `context_of` returns a base's context in tokens,
+    and raises `InvalidRequest` for a base that there is not; without it no base is looked up.
 
     Raises:
         InvalidRequest: with one problem per fault.
@@ -89,6 +89,7 @@ def read_jobs(
         )
     _refuse_unknown(document, ("run", "defaults", "jobs"), top)
     run = _read_run(document.get("run", {}), top / "run")
+    max_context = _look_up(context_of, run.base, top / "run" / "base") if context_of else None
     defaults = Draft.read(document.get("defaults", {}), top / "defaults", _DEFAULT_KNOBS)
     jobs = _read_job_list(document.get("jobs"), top / "jobs", defaults, max_context)
     if top.problems:
@@ -428,6 +429,15 @@ class Draft:
 
 def _read_run(mapping: object, place: Place) -> RunSection:
     return RunSection(**Draft.read(mapping, place, _RUN_KNOBS).values)
+
+
+def _look_up(context_of: Callable[[str], int], base: str, place: Place) -> int | None:
+    try:
+        return context_of(base)
+    except InvalidRequest as error:
+        for problem in error.problems:
+            place.refuse(problem)
+        return None
 
 
 def _read_job_list(

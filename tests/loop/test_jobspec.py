@@ -213,9 +213,21 @@ def test_knobs_that_contradict_each_other_are_refused(knobs, place, words):
 
 def test_max_tokens_must_leave_room_in_the_context():
     document = {"jobs": [{**SUMS, "max_tokens": 512}]}
-    assert read_jobs(document, max_context=513)
-    (problem,) = problems_of(document, max_context=512)
+    assert read_jobs(document, context_of=lambda base: 513)
+    (problem,) = problems_of(document, context_of=lambda base: 512)
     assert problem.startswith("jobs[0].max_tokens: got 512; expected less than")
+
+
+def test_an_unknown_base_is_reported_with_the_other_faults():
+    def context_of(base: str) -> int:
+        raise InvalidRequest(f"unknown base {base!r}")
+
+    document = {"run": {"base": "huge"}, "jobs": [{**SUMS, "steps": 0}]}
+    problems = problems_of(document, context_of=context_of)
+    assert [problem.split(";")[0] for problem in problems] == [
+        "run.base: unknown base 'huge'",
+        "jobs[0].steps: got 0",
+    ]
 
 
 @pytest.mark.parametrize(
