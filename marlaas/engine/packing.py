@@ -1,0 +1,306 @@
+"""How training data become passes: predicted cost, chunks of one policy, passes over many policies.
+
+    data of one policy ── cut ──► chunks ── ChunkQueue.pop_pass ──► one fused pass ── pack ──► arrays
+
+Invariants:
+- Where a policy's data are cut depends on its own data and the budget, never on who else trains.
+- A pass takes each policy's chunks in the order they were submitted; policies take turns, so that
+  none waits for more than one pass of each other policy.
+- Chunks are taken whole. A pass stays within the budget unless a single chunk is larger.
+
+Shape suffixes: N tokens of a pass, M positions of it whose next token is scored, T tokens of a datum.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from marlaas.model.base import BaseModel
+from marlaas.model.lora import Segment, Slot
+from marlaas.types import Datum, Objective
+
+VECTOR_ELEMENTS = 32
+"""Element-wise CPU kernels work on blocks of at most this many fp32 elements (AVX-512, unrolled by
+two) and treat what is left at the end of an array with scalar code, whose last bit may differ."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Predicted cost
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """What a pass over sequences costs, in the unit "tokens of a short sequence".
+
+        FLOP per sequence of S tokens = 4 N S + 7 L d_a S^2
+        cost(S) = S + (7 L d_a / 4 N) S^2
+
+    N weights of the linears, L layers, d_a = query heads x head width.
+    Source: `docs/algorithms.md` has the count; causal attention, backward 2.5 times forward.
+    """
+
+    cost_per_pair: float
+    """Cost of one pair of positions in attention."""
+    activation_bytes_per_token: int
+    """Bytes that autograd keeps for one token when no layer is checkpointed."""
+
+    @classmethod
+    def of(cls, base: BaseModel) -> "PassCost":
+        shapes = base.bank.modules
+        num_weights = sum(shape.in_features * shape.out_features for shape in shapes)
+        query_width = sum(shape.out_features for shape in shapes if shape.kind == "q_proj")
+        kept = sum(_kept_elements(shape.kind, shape.in_features) for shape in shapes)
+        kept += sum(_kept_elements(shape.kind + "_out", shape.out_features) for shape in shapes)
+        return cls(7 * query_width / (4 * num_weights), kept * base.head.weight.element_size())
+
+    def __call__(self, num_tokens: int) -> float:
+        """Return the cost of one sequence."""
+        return num_tokens + self.cost_per_pair * num_tokens**2
+
+
+def _kept_elements(place: str, width: int) -> int:
+    """Return how many elements per token autograd keeps at one place of a decoder layer.
+
+    Norm and q/k/v share their input's two forms (raw and normed), so do norm and gate/up; attention
+    keeps q, k, v and its output; the gated product keeps gate, silu(gate) and up.
+    """
+    num_copies = {
+        "q_proj": 2,
+        "gate_proj": 2,
+        "q_proj_out": 2,
+        "k_proj_out": 1,
+        "v_proj_out": 1,
+        "o_proj": 1,
+        "gate_proj_out": 2,
+        "up_proj_out": 1,
+        "down_proj": 1,
+    }
+    return num_copies.get(place, 0) * width
+
+
+# ---------------------------------------------------------------------------------------------
+# Chunks and passes
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Submission:
+    """One call of a policy on its way through the trainer: `queued -> cut in chunks -> finished`."""
+
+    ticket: Hashable
+    key: Hashable
+    """The policy; None is the base."""
+    slot: Slot | None
+    data: Sequence[Datum]
+    objective: Objective | None
+    """None: only score, no gradient."""
+    outputs: list
+    """One `DatumOutput` per datum, None until its chunk has run."""
+    num_chunks_left: int = 0
+
+    @property
+    def is_training(self) -> bool:
+        return self.objective is not None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """Data [start, end) of one submission, run in one pass."""
+
+    submission: Submission
+    start: int
+    end: int
+    cost: float
+
+    @property
+    def data(self) -> Sequence[Datum]:
+        return self.submission.data[self.start : self.end]
+
+
+def cut(submission: Submission, cost: PassCost, budget_tokens: float) -> list[Chunk]:
+    """Cut a submission's data, in order, into chunks of whole data within the budget."""
+    chunks, start, held = [], 0, 0.0
+    for idx, datum in enumerate(submission.data):
+        datum_cost = cost(num_inputs(datum, submission.is_training))
+        if idx > start and held + datum_cost > budget_tokens:
+            chunks.append(Chunk(submission, start, idx, held))
+            start, held = idx, 0.0
+        held += datum_cost
+    chunks.append(Chunk(submission, start, len(submission.data), held))
+    submission.num_chunks_left = len(chunks)
+    return chunks
+
+
+class ChunkQueue:
+    """Chunks that wait, first in first out per policy; policies take turns.
+
+    `push -> pop_pass`; `drop` takes out all of one policy.
+    """
+
+    def __init__(self, budget_tokens: float, *, is_exact: bool) -> None:
+        self._budget_tokens = budget_tokens
+        self._is_exact = is_exact
+        self._waiting: OrderedDict[Hashable, deque[Chunk]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(len(chunks) for chunks in self._waiting.values())
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._waiting
+
+    def push(self, chunks: Sequence[Chunk]) -> None:
+        """Add chunks of one submission behind those that its policy already has."""
+        for chunk in chunks:
+            self._waiting.setdefault(chunk.submission.key, deque()).append(chunk)
+
+    def drop(self, key: Hashable) -> list[Chunk]:
+        """Take out every chunk of one policy."""
+        return list(self._waiting.pop(key, ()))
+
+    def pop_pass(self) -> list[Chunk]:
+        """Take the chunks of the next pass; scoring and training never share one.
+
+        The policy that has waited longest is served in any case, the others while they fit. In
+        exact mode a policy has one chunk in a pass, so that company cannot merge two of them.
+        """
+        if not self._waiting:
+            return []
+        is_training = next(iter(self._waiting.values()))[0].submission.is_training
+        taken: list[Chunk] = []
+        left = self._budget_tokens
+        for key in list(self._waiting):
+            waiting = self._waiting[key]
+            served = 0
+            while waiting and waiting[0].submission.is_training == is_training:
+                if taken and (waiting[0].cost > left or (served and self._is_exact)):
+                    break
+                chunk = waiting.popleft()
+                left -= chunk.cost
+                taken.append(chunk)
+                served += 1
+            if not waiting:
+                del self._waiting[key]
+            elif served:
+                self._waiting.move_to_end(key)
+        return taken
+
+
+# ---------------------------------------------------------------------------------------------
+# Arrays of one pass
+
+
+def scored_positions(datum: Datum, is_training: bool) -> np.ndarray:
+    """Return the token indices (>= 1) whose logprob is wanted: the trained ones, or all."""
+    if is_training:
+        return np.flatnonzero(datum.weights[1:]) + 1
+    return np.arange(1, len(datum.tokens))
+
+
+def num_inputs(datum: Datum, is_training: bool) -> int:
+    """Return how many leading tokens have to be computed to score what is wanted."""
+    if not is_training:
+        return len(datum.tokens) - 1
+    trained = np.flatnonzero(datum.weights[1:])
+    return int(trained[-1]) + 1 if len(trained) else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedPass:
+    """One fused pass as arrays: policies one after another, a policy's sequences in order."""
+
+    chunks: tuple[Chunk, ...]
+    tokens_N: np.ndarray
+    positions_N: np.ndarray
+    """Restart at 0 with every sequence."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, padding sequence included."""
+    segments: tuple[Segment, ...]
+    """One per chunk, then the padding if there is any."""
+    selected_M: np.ndarray
+    """Place in the pass of each prediction to score."""
+    targets_M: np.ndarray
+    temperatures_M: np.ndarray
+    datum_M: np.ndarray
+    """Which datum of the pass a prediction belongs to."""
+    scored: tuple[np.ndarray, ...]
+    """Per datum of the pass, the token indices that are scored."""
+    chunk_bounds: tuple[tuple[int, int], ...]
+    """Per chunk, its half-open range in M."""
+
+    @property
+    def data(self) -> list[Datum]:
+        return [datum for chunk in self.chunks for datum in chunk.data]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens_N)
+
+    @property
+    def head_segments(self) -> list[Segment]:
+        """Whose predictions the M selected ones are."""
+        return [
+            Segment(segment.slot, end - start)
+            for segment, (start, end) in zip(self.segments, self.chunk_bounds, strict=False)
+        ]
+
+    def gather(self, name: str) -> np.ndarray:
+        """Return a per-token field of the data at the scored tokens [M]."""
+        pieces = zip(self.data, self.scored, strict=True)
+        return np.concatenate([getattr(datum, name)[scored] for datum, scored in pieces])
+
+
+def pack(chunks: Sequence[Chunk], *, is_exact: bool) -> PackedPass:
+    """Lay the chunks of one pass out, those of one adapter and one rank next to each other.
+
+    An exact pass is padded with a sequence of its own to a multiple of `VECTOR_ELEMENTS` tokens, so
+    that no real element is ever in the odd tail of an array; this covers the least row count for
+    bitwise equal matrix products, too.
+    """
+    ordered = sorted(chunks, key=lambda chunk: chunk.submission.slot or Slot(0, -1))
+    tokens, lengths, segments = [], [], []
+    selected, targets, temperatures, datum_ids, scored_by_datum, bounds = [], [], [], [], [], []
+    num_tokens = num_scored = num_data = 0
+    for chunk in ordered:
+        is_training = chunk.submission.is_training
+        chunk_start, scored_start = num_tokens, num_scored
+        for datum in chunk.data:
+            scored = scored_positions(datum, is_training)
+            length = int(scored[-1]) if len(scored) else 0
+            if length:
+                tokens.append(datum.tokens[:length])
+                lengths.append(length)
+                selected.append(scored + (num_tokens - 1))
+                targets.append(datum.tokens[scored])
+            temperatures.append(np.full(len(scored), datum.temperature))
+            datum_ids.append(np.full(len(scored), num_data))
+            scored_by_datum.append(scored)
+            num_tokens += length
+            num_scored += len(scored)
+            num_data += 1
+        segments.append(Segment(chunk.submission.slot, num_tokens - chunk_start))
+        bounds.append((scored_start, num_scored))
+    num_padding = -num_tokens % VECTOR_ELEMENTS if is_exact else 0
+    if num_padding:
+        tokens.append(np.zeros(num_padding, dtype=np.int64))
+        lengths.append(num_padding)
+        segments.append(Segment(None, num_padding))
+    return PackedPass(
+        chunks=tuple(ordered),
+        tokens_N=_concatenate(tokens, np.int64),
+        positions_N=_concatenate([np.arange(length) for length in lengths], np.int64),
+        lengths=tuple(lengths),
+        segments=tuple(segments),
+        selected_M=_concatenate(selected, np.int64),
+        targets_M=_concatenate(targets, np.int64),
+        temperatures_M=_concatenate(temperatures, np.float64),
+        datum_M=_concatenate(datum_ids, np.int64),
+        scored=tuple(scored_by_datum),
+        chunk_bounds=tuple(bounds),
+    )
+
+
+def _concatenate(pieces: list[np.ndarray], dtype: type) -> np.ndarray:
+    if not pieces:
+        return np.zeros(0, dtype=dtype)
+    return np.concatenate(pieces).astype(dtype, copy=False)

@@ -1,0 +1,453 @@
+"""Trains many LoRA policies on one device: the Tinker verbs, synchronous, one fused pass at a time.
+
+    submit_forward_backward ─┐                      ┌─► outputs per datum
+    submit_forward ──────────┴─► queue ─► step() ───┤
+                                                    └─► gradient rows ─► optim_step ─► weights
+
+The worker calls it; keys and tickets are opaque here. `step` runs one pass over whatever is queued:
+policies of different ranks, targets, objectives and temperatures, packed side by side.
+
+Invariants:
+- A policy's gradient is the one it would get alone: the loss is a sum of each policy's own, weight
+  gradients are products over a policy's own tokens, clip and clock are its own.
+- A policy whose loss is not finite contributes nothing to its next step: that step is vetoed.
+  Nothing of it reaches another policy.
+- With `is_exact` (fp32, CPU, one thread) no bit of a policy's outputs, gradient or update depends
+  on which others share its passes.
+
+Shape suffixes: N tokens of a pass, M scored tokens, B data of a pass, D width, P length of a row.
+"""
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from marlaas.engine.adapter_io import hash_adapter, target_kinds
+from marlaas.engine.checkpointing import checkpointed, decoder_layers
+from marlaas.engine.logprobs import selected_logprobs
+from marlaas.engine.objectives import (
+    TrainedTokens,
+    check_objective,
+    resolve_params,
+    token_loss,
+)
+from marlaas.engine.optimizer import adamw_, check_adam, clip_
+from marlaas.engine.packing import Chunk, ChunkQueue, PackedPass, PassCost, Submission, cut, pack
+from marlaas.engine.policy_state import PolicyState, load_snapshot, save_snapshot
+from marlaas.engine.types import Work
+from marlaas.errors import InvalidRequest
+from marlaas.model.attention import PackedSequences
+from marlaas.model.base import BaseModel
+from marlaas.model.lora import LoraBatch, Slot, init_adapter
+from marlaas.types import (
+    RANK_BUCKETS,
+    AdamParams,
+    AdapterSpec,
+    Datum,
+    DatumOutput,
+    Objective,
+    StepResult,
+)
+
+MAX_GRADIENT_NORM = 1e18
+"""A gradient beyond it counts as not finite: its square would overflow the second moment in fp32,
+which would silence the policy for ever."""
+
+
+class LoraTrainer:
+    """Holds the training state of every policy of one engine worker.
+
+    A policy: `create or load -> (submit_forward_backward, step until finished, optim_step)* ->
+    remove`. The slot given with a submission must hold the policy's newest weights.
+
+        trainer = LoraTrainer(base)
+        trainer.create("p", AdapterSpec(rank=8))
+        slot = base.bank.allocate(rank=8, scale=2.0, kinds=target_kinds(spec))
+        base.bank.write(slot, trainer.weights("p"))
+        trainer.submit_forward_backward("p", slot, data, Objective(name="dppo_tis"), ticket=1)
+        [(_, outputs)], work = trainer.step()
+        trainer.optim_step("p", AdamParams(lr=1e-3))
+        base.bank.write(slot, trainer.weights("p"))
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        *,
+        budget_tokens: int = 512,
+        is_exact: bool = False,
+        checkpointing: str = "auto",
+        activation_budget_bytes: int = 1 << 30,
+    ) -> None:
+        """
+        Args:
+            checkpointing: `always`, `never`, or `auto`: when a pass's predicted activations
+                exceed `activation_budget_bytes`.
+        """
+        assert checkpointing in ("auto", "always", "never")
+        self.base = base
+        self.cost = PassCost.of(base)
+        self._budget_tokens = budget_tokens
+        self._is_exact = is_exact
+        self._checkpointing = checkpointing
+        self._activation_budget_bytes = activation_budget_bytes
+        self._layers = decoder_layers(base.model)
+        self._queue = ChunkQueue(budget_tokens, is_exact=is_exact)
+        self._states: dict[Hashable, PolicyState] = {}
+        self._dtype = torch.promote_types(base.dtype, torch.float32)
+
+    @property
+    def has_work(self) -> bool:
+        return len(self._queue) > 0
+
+    # Policies ------------------------------------------------------------------------------
+
+    def create(self, key: Hashable, spec: AdapterSpec) -> PolicyState:
+        """Make a fresh policy at version 0, which changes nothing yet."""
+        assert key not in self._states, "policy created twice"
+        self._check_spec(spec)
+        layout = self.base.bank.bucket(spec.rank).layout
+        rows_4P = torch.zeros(4, layout.length, dtype=self._dtype, device=self.base.device)
+        rows_4P[0] = init_adapter(layout, rank=spec.rank, kinds=target_kinds(spec), seed=spec.seed)
+        self._states[key] = PolicyState(spec=spec, layout=layout, rows_4P=rows_4P)
+        return self._states[key]
+
+    def load(self, key: Hashable, path: Path | str) -> PolicyState:
+        """Bring a policy back from a snapshot: weights, moments and clocks, no gradient."""
+        assert key not in self._states, "policy loaded twice"
+        layouts = {rank: self.base.bank.bucket(rank).layout for rank in RANK_BUCKETS}
+        self._states[key] = load_snapshot(path, layouts, device=self.base.device, dtype=self._dtype)
+        return self._states[key]
+
+    def save_snapshot(self, key: Hashable, path: Path | str) -> None:
+        """Write a policy's weights, moments and clocks to a file."""
+        save_snapshot(path, self._states[key])
+
+    def remove(self, key: Hashable) -> list[Hashable]:
+        """Forget a policy, zero its memory and return the tickets that will never finish."""
+        dropped = [chunk.submission.ticket for chunk in self._queue.drop(key)]
+        state = self._states.pop(key, None)
+        if state is not None:
+            state.rows_4P.zero_()
+        return list(dict.fromkeys(dropped))
+
+    def weights(self, key: Hashable) -> Tensor:
+        """Return the newest weights [P] of a policy; a view, to be copied into a bank slot."""
+        return self._states[key].weights_P
+
+    def version(self, key: Hashable) -> int:
+        return self._states[key].version
+
+    def adapter_hash(self, key: Hashable) -> str:
+        """Return the content hash of the newest weights."""
+        state = self._states[key]
+        return hash_adapter(state.weights_P, state.spec, state.layout)
+
+    def _check_spec(self, spec: AdapterSpec) -> None:
+        problems = []
+        if not 1 <= spec.rank <= RANK_BUCKETS[-1]:
+            problems.append(f"rank = {spec.rank}; expected 1..{RANK_BUCKETS[-1]}")
+        if not (math.isfinite(spec.alpha) and spec.alpha > 0):
+            problems.append(f"alpha = {spec.alpha}; expected a finite number > 0")
+        present = {shape.kind for shape in self.base.bank.modules}
+        if not spec.targets or not target_kinds(spec) & present:
+            problems.append(f"targets = {spec.targets} name no linear of {self.base.name}")
+        if problems:
+            raise InvalidRequest(*problems)
+
+    # Submitting ----------------------------------------------------------------------------
+
+    def submit_forward_backward(
+        self,
+        key: Hashable,
+        slot: Slot,
+        data: Sequence[Datum],
+        objective: Objective,
+        ticket: Hashable,
+    ) -> None:
+        """Queue data whose summed loss is to be added to the policy's gradient.
+
+        Raises:
+            InvalidRequest: an unknown objective or malformed data; nothing is queued then.
+        """
+        assert key in self._states, "policy is not trained here"
+        check_objective(objective)
+        needs_reference = resolve_params(objective)["kl_coef"] > 0
+        self._submit(key, slot, data, objective, ticket, needs_reference=needs_reference)
+
+    def submit_forward(
+        self, key: Hashable, slot: Slot | None, data: Sequence[Datum], ticket: Hashable
+    ) -> None:
+        """Queue data to be scored under a slot, or under the base (None): logprobs of every token
+        but the first, at each datum's temperature."""
+        self._submit(key, slot, data, None, ticket, needs_reference=False)
+
+    def _submit(
+        self,
+        key: Hashable,
+        slot: Slot | None,
+        data: Sequence[Datum],
+        objective: Objective | None,
+        ticket: Hashable,
+        *,
+        needs_reference: bool,
+    ) -> None:
+        problems = [
+            f"datum {idx}: {problem}"
+            for idx, datum in enumerate(data)
+            for problem in self._datum_problems(datum, needs_reference)
+        ]
+        if not data:
+            problems.append("no data; expected at least one datum")
+        if problems:
+            raise InvalidRequest(*problems)
+        submission = Submission(
+            ticket=ticket,
+            key=key,
+            slot=slot,
+            data=data,
+            objective=objective,
+            outputs=[None] * len(data),
+        )
+        self._queue.push(cut(submission, self.cost, self._budget_tokens))
+
+    def _datum_problems(self, datum: Datum, needs_reference: bool) -> Iterator[str]:
+        num_tokens = len(datum.tokens)
+        if not 2 <= num_tokens <= self.base.max_context:
+            yield f"{num_tokens} tokens; expected 2..{self.base.max_context}"
+            return
+        if datum.tokens.min() < 0 or datum.tokens.max() >= self.base.vocab_size:
+            yield f"token ids outside 0..{self.base.vocab_size - 1}"
+        if not (math.isfinite(datum.temperature) and datum.temperature > 0):
+            yield f"temperature = {datum.temperature}; expected a finite number > 0"
+        if needs_reference and datum.reference_logprobs is None:
+            yield "no reference_logprobs; an objective with kl_coef needs them"
+        for name in ("weights", "advantages", "sampling_logprobs", "reference_logprobs"):
+            values = getattr(datum, name)
+            if values is not None and values.shape != (num_tokens,):
+                yield f"{name} has shape {values.shape}; expected ({num_tokens},)"
+        if len(datum.weights) and datum.weights[0] != 0:
+            yield "weights[0] is not 0; nothing predicts the first token"
+
+    # Passes --------------------------------------------------------------------------------
+
+    def step(self) -> tuple[list[tuple[Hashable, list[DatumOutput]]], Work | None]:
+        """Run one fused pass over what is queued; return what that finished, in tickets."""
+        chunks = self._queue.pop_pass()
+        if not chunks:
+            return [], None
+        packed = pack(chunks, is_exact=self._is_exact)
+        if packed.chunks[0].submission.is_training:
+            outputs = self._train(packed)
+        else:
+            outputs = self._score(packed)
+        num_tokens = sum(chunk_length for chunk_length in self._real_lengths(packed))
+        return self._collect(packed, outputs), Work("train", num_tokens)
+
+    @staticmethod
+    def _real_lengths(packed: PackedPass) -> list[int]:
+        return [segment.length for segment in packed.segments[: len(packed.chunks)]]
+
+    def _collect(
+        self, packed: PackedPass, outputs: list[DatumOutput]
+    ) -> list[tuple[Hashable, list[DatumOutput]]]:
+        finished, start = [], 0
+        for chunk in packed.chunks:
+            submission = chunk.submission
+            num_data = chunk.end - chunk.start
+            submission.outputs[chunk.start : chunk.end] = outputs[start : start + num_data]
+            start += num_data
+            submission.num_chunks_left -= 1
+            if submission.num_chunks_left == 0:
+                finished.append((submission.ticket, submission.outputs))
+        return finished
+
+    def _score(self, packed: PackedPass) -> list[DatumOutput]:
+        batch = LoraBatch.build(self.base.bank, packed.segments, is_exact=self._is_exact)
+        with torch.no_grad(), self.base.bank.active(batch):
+            logprobs_M = self._logprobs(packed, grad_rows=None)
+        return _outputs(packed, logprobs_M, None, {})
+
+    def _train(self, packed: PackedPass) -> list[DatumOutput]:
+        if not len(packed.selected_M):
+            return _outputs(packed, torch.zeros(0), torch.zeros(0), {})
+        states = [self._states[chunk.submission.key] for chunk in packed.chunks]
+        grad_rows = [state.grad_P for state in states]
+        bank = self.base.bank
+        batch = LoraBatch.build(
+            bank,
+            packed.segments,
+            grad_rows=[*grad_rows, *[None] * (len(packed.segments) - len(grad_rows))],
+            is_exact=self._is_exact,
+        )
+        with torch.enable_grad(), bank.active(batch), self._checkpointing_of(packed.num_tokens):
+            logprobs_M = self._logprobs(packed, grad_rows)
+            loss_M, upstream_M, counts = self._losses(packed, logprobs_M.detach())
+            self._isolate_non_finite(packed, states, loss_M, upstream_M)
+            logprobs_M.backward(upstream_M)
+        return _outputs(packed, logprobs_M.detach(), loss_M, counts)
+
+    def _logprobs(self, packed: PackedPass, grad_rows: list[Tensor] | None) -> Tensor:
+        """Return the logprobs of the scored tokens [M]; the pass's adapters are active."""
+        base = self.base
+        hidden_ND = base.hidden(
+            self._tensor(packed.tokens_N),
+            self._tensor(packed.positions_N),
+            PackedSequences(packed.lengths),
+            base.bank.batch,
+        )
+        inverse_temperature_M = None
+        if (packed.temperatures_M != 1.0).any():
+            inverse_temperature_M = self._tensor(1.0 / packed.temperatures_M, self._dtype)
+        return selected_logprobs(
+            base,
+            hidden_ND[self._tensor(packed.selected_M)],
+            self._tensor(packed.targets_M),
+            packed.head_segments,
+            inverse_temperature_M=inverse_temperature_M,
+            grad_rows=grad_rows,
+            is_exact=self._is_exact,
+        )
+
+    def _losses(
+        self, packed: PackedPass, logprobs_M: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return weight x loss [M], its gradient towards the logprobs [M], and counts [M]."""
+        weights_M = self._tensor(packed.gather("weights"), self._dtype)
+        advantages_M = self._tensor(packed.gather("advantages"), self._dtype)
+        sampling_M = self._tensor(packed.gather("sampling_logprobs"), self._dtype)
+        datum_M = self._tensor(packed.datum_M)
+        loss_M, upstream_M = torch.zeros_like(logprobs_M), torch.zeros_like(logprobs_M)
+        counts: dict[str, Tensor] = {}
+        for objective, chunk_ids in self._by_objective(packed):
+            bounds = [packed.chunk_bounds[idx] for idx in chunk_ids]
+            where = self._tensor(np.concatenate([np.arange(*bound) for bound in bounds]))
+            reference = None
+            if resolve_params(objective)["kl_coef"] > 0:
+                values = [_reference_logprobs(packed.chunks[idx]) for idx in chunk_ids]
+                reference = self._tensor(np.concatenate(values), self._dtype)
+            leaf_M = logprobs_M[where].requires_grad_()
+            tokens = TrainedTokens(
+                logprobs_M=leaf_M,
+                sampling_logprobs_M=sampling_M[where],
+                advantages_M=advantages_M[where],
+                datum_M=datum_M[where],
+                num_data=len(packed.scored),
+                reference_logprobs_M=reference,
+            )
+            out = token_loss(objective, tokens)
+            weight_M = weights_M[where]
+            (upstream_M[where],) = torch.autograd.grad(out.loss_M, leaf_M, weight_M)
+            loss_M[where] = weight_M * out.loss_M.detach()
+            for name, values_M in out.counts.items():
+                counts.setdefault(name, torch.zeros_like(loss_M))[where] = values_M.to(loss_M)
+        return loss_M, upstream_M, counts
+
+    def _by_objective(self, packed: PackedPass) -> list[tuple[Objective, list[int]]]:
+        """Return the pass's chunks by equal objective; in exact mode each chunk on its own."""
+        groups: dict[Hashable, tuple[Objective, list[int]]] = {}
+        for idx, chunk in enumerate(packed.chunks):
+            objective = chunk.submission.objective
+            assert objective is not None
+            start, end = packed.chunk_bounds[idx]
+            if start == end:
+                continue
+            same = idx if self._is_exact else (objective.name, *sorted(objective.params.items()))
+            groups.setdefault(same, (objective, []))[1].append(idx)
+        return list(groups.values())
+
+    def _isolate_non_finite(
+        self,
+        packed: PackedPass,
+        states: Sequence[PolicyState],
+        loss_M: Tensor,
+        upstream_M: Tensor,
+    ) -> None:
+        """Mark policies whose loss or its gradient is not finite, and zero what they send back."""
+        is_finite_M = (loss_M.isfinite() & upstream_M.isfinite()).cpu().numpy()
+        for state, (start, end) in zip(states, packed.chunk_bounds, strict=True):
+            state.has_gradient |= end > start
+            if not is_finite_M[start:end].all():
+                state.is_poisoned = True
+                upstream_M[start:end] = 0.0
+
+    @contextmanager
+    def _checkpointing_of(self, num_tokens: int) -> Iterator[None]:
+        predicted_bytes = num_tokens * self.cost.activation_bytes_per_token
+        is_needed = self._checkpointing == "always" or (
+            self._checkpointing == "auto" and predicted_bytes > self._activation_budget_bytes
+        )
+        with checkpointed(self._layers) if is_needed else nullcontext():
+            yield
+
+    def _tensor(self, values: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.from_numpy(values).to(self.base.device, dtype)
+
+    # Steps ---------------------------------------------------------------------------------
+
+    def optim_step(self, key: Hashable, adam: AdamParams) -> StepResult:
+        """Make one update from the accumulated gradient, clear it and advance the clock.
+
+        Without a gradient only the clock advances. A gradient that is not finite, or a loss that
+        was not, vetoes the step: nothing changes but that the gradient is cleared.
+        """
+        problems = check_adam(adam)
+        if problems:
+            raise InvalidRequest(*problems)
+        assert key not in self._queue, "the policy has passes that have not run"
+        state = self._states[key]
+        norm, is_vetoed = 0.0, False
+        if state.has_gradient:
+            norm = clip_(state.grad_P, adam.max_grad_norm)
+            is_vetoed = state.is_poisoned or not norm < MAX_GRADIENT_NORM
+            if not is_vetoed:
+                state.num_updates += 1
+                adamw_(
+                    state.weights_P,
+                    state.exp_avg_P,
+                    state.exp_avg_sq_P,
+                    state.grad_P,
+                    adam,
+                    state.num_updates,
+                )
+        state.clear_gradient()
+        state.version += not is_vetoed
+        return StepResult(
+            version=state.version,
+            grad_norm=norm,
+            adapter_hash=self.adapter_hash(key),
+            is_vetoed=is_vetoed,
+        )
+
+
+def _reference_logprobs(chunk: Chunk) -> np.ndarray:
+    """Return the reference logprobs of a chunk's trained tokens."""
+    return np.concatenate(
+        [datum.reference_logprobs[1:][datum.weights[1:] != 0] for datum in chunk.data]  # type: ignore[index]
+    )
+
+
+def _outputs(
+    packed: PackedPass, logprobs_M: Tensor, loss_M: Tensor | None, counts: dict[str, Tensor]
+) -> list[DatumOutput]:
+    """Return what the pass says of each of its data."""
+    num_data = len(packed.scored)
+    logprobs = logprobs_M.float().cpu().numpy()
+    # One row per sum, added up in fp64 so that the order of tokens does not matter.
+    values = [torch.zeros(len(logprobs)) if loss_M is None else loss_M, *counts.values()]
+    sums = np.zeros((len(values), num_data))
+    for row, values_M in zip(sums, values, strict=True):
+        np.add.at(row, packed.datum_M, values_M.double().cpu().numpy())
+    outputs, start = [], 0
+    for idx, (datum, scored) in enumerate(zip(packed.data, packed.scored, strict=True)):
+        dense = np.zeros(len(datum.tokens), dtype=np.float32)
+        dense[scored] = logprobs[start : start + len(scored)]
+        start += len(scored)
+        named = {name: float(row[idx]) for name, row in zip(counts, sums[1:], strict=True)}
+        outputs.append(DatumOutput(logprobs=dense, loss=float(sums[0, idx]), counts=named))
+    return outputs
