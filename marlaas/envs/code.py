@@ -1,0 +1,116 @@
+"""Family `code`: small programs judged by hidden tests in a sandbox; one turn.
+
+    user       Take x, add 3, then multiply by 2. Write it as a Python expression. ...
+    assistant  Answer: (x + 3) * 2
+
+The sandbox belongs to the family, so to one job of one tenant.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from marlaas.envs.base import EnvStep
+from marlaas.envs.code_problems import CodeSettings, extract_code, make_problem
+from marlaas.envs.sandbox import Limit, Sandbox, SandboxLimits, Test, TestReport
+from marlaas.errors import EnvironmentFailure, FailureKind
+from marlaas.types import Prompt
+
+CPU_LIMIT_S = 2.0
+"""For all tests of a reply together; a right answer takes a few milliseconds."""
+
+EXPRESSION_ENTRY = "f"
+"""Name of the function that an expression is made into."""
+
+
+class CodeFamily:
+    """Makes programming problems and judges replies by running them."""
+
+    name = "code"
+    max_turns = 1
+
+    def __init__(self, settings: CodeSettings, limits: SandboxLimits | None = None) -> None:
+        self._settings = settings
+        self._sandbox = Sandbox(limits)
+
+    def prompt(self, index: int, *, seed: int, split: str) -> Prompt:
+        """Return item `index` of a split."""
+        return make_problem(self._settings, index, seed=seed, split=split)
+
+    def make(self, prompt: Prompt, num_envs: int) -> "Sequence[CodeEnv]":
+        """Return fresh environments for one group."""
+        return [CodeEnv(self._sandbox, prompt.reference) for _ in range(num_envs)]
+
+    async def start(self) -> None:
+        """Start the sandbox.
+
+        Raises:
+            EnvironmentFailure: this machine cannot contain code; says why.
+        """
+        await self._sandbox.start()
+
+    async def stop(self) -> None:
+        """End the sandbox."""
+        await self._sandbox.stop()
+
+    def cpu_s(self) -> float:
+        """Return CPU seconds that the sandbox has used so far."""
+        return self._sandbox.cpu_s()
+
+
+class CodeEnv:
+    """Judges one reply."""
+
+    def __init__(self, sandbox: Sandbox, reference: Mapping[str, object]) -> None:
+        self._sandbox = sandbox
+        self._entry = cast(str, reference["entry"])
+        self._tests = cast(Sequence[Test], reference["tests"])
+
+    async def step(self, reply: str, *, is_last: bool) -> EnvStep:
+        """Return reward 1 when the code in the reply passes every hidden test, else 0.
+
+        Raises:
+            EnvironmentFailure: the sandbox was lost twice.
+        """
+        code = extract_code(reply)
+        if code is None:
+            return _judged(None)
+        entry = self._entry
+        if not entry:
+            code, entry = as_function(code), EXPRESSION_ENTRY
+        try:
+            return _judged(await self._run(code, entry))
+        except EnvironmentFailure as failure:
+            if failure.kind is not FailureKind.SANDBOX_LOST:
+                raise
+        return _judged(await self._run(code, entry))
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+    async def _run(self, code: str, entry: str) -> TestReport:
+        return await self._sandbox.run_tests(code, entry, self._tests, timeout_s=CPU_LIMIT_S)
+
+
+def as_function(expression: str) -> str:
+    """Return source of a function of x with the value of `expression`, whatever that text is."""
+    return (
+        f'_expression = compile({expression!r}, "<solution>", "eval")\n'
+        f"def {EXPRESSION_ENTRY}(x):\n"
+        '    return eval(_expression, {"x": x})\n'
+    )
+
+
+def _judged(report: TestReport | None) -> EnvStep:
+    """Return the end of the episode; None when the reply held no code."""
+    is_success = report is not None and report.is_success
+    limit = report.limit if report else None
+    return EnvStep(
+        reward=float(is_success),
+        is_success=is_success,
+        metrics={
+            "format": float(report is not None),
+            "tests_passed": report.passed / report.total if report else 0.0,
+            "timeout": float(limit is Limit.TIME),
+            "sandbox_limit": float(limit is not None and limit is not Limit.TIME),
+        },
+    )
