@@ -1,18 +1,20 @@
 """What a person sees while jobs run: a live board on a terminal, plain lines elsewhere.
 
-    observer events ─► JobLine per job ─► Board.render(width, height)   (terminal, 4 times a second)
-                                     └──► PlainLog                      (one line an event)
+    observer events ─► JobLine per job ─► LiveDisplay   (terminal: a board, 4 times a second)
+                                     ├──► PlainLog      (pipe, log: one line an event)
+                                     └──► Lines         (quiet)
 
-Both implement `types.JobObserver` and take `workers_seen` beside it. They only ever read records:
-nothing that is shown here decides anything.
+All three implement `types.JobObserver` and take `workers_seen` beside it. They only ever read
+records: nothing that is shown here decides anything.
 """
 
 import asyncio
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Self
 
 from rich.console import Console, RenderableType
 from rich.console import Group as Stack
@@ -113,7 +115,7 @@ class JobLine:
 
 
 class Lines:
-    """The lines of all jobs, in the order in which they were first heard of."""
+    """The lines of all jobs, in the order in which they were first heard of; shows nothing."""
 
     def __init__(self) -> None:
         self.jobs: dict[JobId, JobLine] = {}
@@ -145,6 +147,14 @@ class Lines:
         line.step_times_s.clear()
         for record in evals:
             line.note_eval(record)
+
+    def say(self, words: str) -> None:
+        """Tell the person something about the run as a whole."""
+
+    @asynccontextmanager
+    async def shown(self) -> AsyncIterator[Self]:
+        """Show progress as long as the block runs."""
+        yield self
 
     def workers_seen(self, stats: Sequence[WorkerStats]) -> None:
         """Take the newest figures of every engine worker."""
@@ -380,8 +390,11 @@ class LiveDisplay(Board):
         super().__init__(title)
         self._console = console
 
+    def say(self, words: str) -> None:
+        self.notice = words
+
     @asynccontextmanager
-    async def shown(self):
+    async def shown(self) -> AsyncIterator[Self]:
         """Draw the board as long as the block runs, and leave its last state on the screen."""
         live = Live(console=self._console, auto_refresh=False, transient=False)
         with live:
@@ -411,10 +424,8 @@ class PlainLog(Lines):
         self._console = console
         self._started_s = runtime.now_s()
 
-    @asynccontextmanager
-    async def shown(self):
-        """Nothing has to be drawn: events print themselves."""
-        yield self
+    def say(self, words: str) -> None:
+        self._console.print(words, markup=False, highlight=False, soft_wrap=True)
 
     def job_state(self, spec: JobSpec, state: JobState, reason: str) -> None:
         super().job_state(spec, state, reason)

@@ -11,6 +11,7 @@
 - `NaN` becomes null; a reward without a verdict is null, never 0.
 """
 
+import argparse
 import json
 import math
 from collections import Counter
@@ -366,3 +367,9 @@ def print_report(console: Console, out: Path, jobs: Sequence[JobSummary]) -> Non
             words = f"{job.tenant}/{job.name} {job.state}: {job.reason}"
             console.print(words, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Curves, trajectories and adapters: {out}", highlight=False, soft_wrap=True)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run `marlaas report DIR`."""
+    print_report(Console(), args.out, write_report(args.out))
+    return 0

@@ -1,0 +1,266 @@
+"""`marlaas run`: from a job file to a run folder.
+
+    plan (job file, flags) ─► run folder ─► launch.run_jobs under a display ─► report
+                                                 │ SIGINT or SIGTERM
+                                                 ├── first: cancelled, stops cleanly, can be resumed
+                                                 └── second: the process ends at once
+
+A run folder remembers its job file (`jobs.yaml`) and how it was run (`run.json`), so that
+`--resume DIR` needs nothing else. The truth about the jobs is in its store.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from marlaas import __version__
+from marlaas.cli import display, report
+from marlaas.cli.jobfile import load_jobs
+from marlaas.config import Placement
+from marlaas.errors import InvalidRequest
+from marlaas.loop.jobspec import RunSection
+from marlaas.store.db import Store
+from marlaas.text.bases import resolve_base
+from marlaas.types import Capabilities, JobSpec, JobState
+
+JOBS_FILE, RUN_FILE, STORE_FILE = "jobs.yaml", "run.json", "store.db"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be run, where and how; all of it checked."""
+
+    specs: tuple[JobSpec, ...]
+    section: RunSection
+    out: Path
+    is_resumed: bool
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the jobs and return the exit code."""
+    plan = make_plan(args)
+    _prepare_folder(plan, args.jobs)
+    console = Console(highlight=False)
+    shown = _choose_display(plan, args, console)
+    try:
+        stop = asyncio.run(until_stopped(_start(plan, shown), shown, console.show_cursor))
+    except BaseException:
+        if (plan.out / STORE_FILE).exists():
+            print(f"What is done is kept: marlaas run --resume {plan.out}", file=sys.stderr)
+        raise
+    jobs = report.write_report(plan.out)
+    report.print_report(console, plan.out, jobs)
+    if stop is not None:
+        console.print(f"Stopped. To go on: marlaas run --resume {plan.out}", soft_wrap=True)
+        return 128 + stop
+    return 0 if all(job.state == JobState.DONE for job in jobs) else 1
+
+
+# ---------------------------------------------------------------------------------------------
+# The plan
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Check flags, job file and folders.
+
+    Raises:
+        InvalidRequest: with every fault found.
+    """
+    if args.workers is not None and not 1 <= args.workers <= 256:
+        raise InvalidRequest(f"--workers: got {args.workers}; expected from 1 to 256")
+    if args.resume is not None:
+        return _plan_resumed(args)
+    if args.jobs is None:
+        raise InvalidRequest("run: got no job file; expected `marlaas run JOBS.yaml`")
+    out = args.out or _free_folder(Path("runs") / args.jobs.stem)
+    if _is_taken(out):
+        if (out / STORE_FILE).exists():
+            raise InvalidRequest(
+                f"--out: {out} holds a run already; expected another folder, or "
+                f"`marlaas run --resume {out}` to go on with it"
+            )
+        raise InvalidRequest(f"--out: {out} exists and is not empty; expected a new folder")
+    return _plan(args, args.jobs, RunSection(), out, is_resumed=False)
+
+
+def _plan_resumed(args: argparse.Namespace) -> Plan:
+    out = args.out if args.resume == Path() else args.resume
+    if out is None:
+        raise InvalidRequest("--resume: got no folder; expected --resume DIR, or --out DIR with it")
+    if not (out / STORE_FILE).exists() or not (out / JOBS_FILE).exists():
+        raise InvalidRequest(f"--resume: {out} holds no run; expected the folder of an earlier run")
+    earlier = json.loads((out / RUN_FILE).read_text(encoding="utf-8"))
+    section = RunSection(
+        base=earlier["base"],
+        workers=earlier["workers"],
+        placement=Placement(earlier["placement"]),
+        mode=earlier["mode"],
+    )
+    if args.base and args.base != section.base:
+        raise InvalidRequest(f"--base: the run in {out} is on {section.base}; expected no --base")
+    plan = _plan(args, out / JOBS_FILE, section, out, is_resumed=True)
+    if args.jobs is not None and load_jobs(args.jobs).jobs != plan.specs:
+        raise InvalidRequest(
+            f"{args.jobs}: has other jobs than the run in {out}; expected the same, or none"
+        )
+    return plan
+
+
+def _plan(
+    args: argparse.Namespace, jobs: Path, earlier: RunSection, out: Path, *, is_resumed: bool
+) -> Plan:
+    """Read the job file; flags win over the earlier run's settings, those over its `run:`."""
+    base = args.base or (earlier.base if is_resumed else None)
+    file = load_jobs(jobs, context_of=lambda name: base_context(base or name))
+    section = earlier if is_resumed else file.run
+    flags = {
+        "base": args.base,
+        "workers": args.workers,
+        "placement": args.placement and Placement(args.placement),
+        "mode": args.mode,
+    }
+    section = replace(section, **{name: value for name, value in flags.items() if value})
+    return Plan(specs=file.jobs, section=section, out=out, is_resumed=is_resumed)
+
+
+def base_context(base: str) -> int:
+    """Return how many tokens a base can attend to.
+
+    Raises:
+        InvalidRequest: there is no such base.
+    """
+    config = json.loads((resolve_base(base) / "config.json").read_text(encoding="utf-8"))
+    return int(config.get("max_position_embeddings") or Capabilities().max_context)
+
+
+def _is_taken(folder: Path) -> bool:
+    """Return whether something lies there that is not just the notes of a run that never began."""
+    if not folder.is_dir():
+        return folder.exists()
+    return any(path.name not in (JOBS_FILE, RUN_FILE) for path in folder.iterdir())
+
+
+def _free_folder(wanted: Path) -> Path:
+    """Return the folder, or the first of `wanted-2`, `wanted-3`, ... that is not taken."""
+    folder, number = wanted, 1
+    while _is_taken(folder):
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder
+
+
+def _prepare_folder(plan: Plan, jobs: Path | None) -> None:
+    """Make the run folder, and note in it what is about to be run."""
+    plan.out.mkdir(parents=True, exist_ok=True)
+    if not plan.is_resumed and jobs is not None:
+        shutil.copyfile(jobs, plan.out / JOBS_FILE)
+    section = plan.section
+    settings = {
+        "version": __version__,
+        "base": section.base,
+        "workers": section.workers,
+        "placement": section.placement.value,
+        "mode": section.mode,
+    }
+    (plan.out / RUN_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------
+# The run
+
+
+def _choose_display(plan: Plan, args: argparse.Namespace, console: Console) -> display.Lines:
+    section = plan.section
+    title = f"{plan.out}   {section.base}, {section.placement}, {section.mode}"
+    if args.quiet:
+        shown: display.Lines = display.Lines()
+    elif args.plain or not console.is_terminal:
+        shown = display.PlainLog(console)
+    else:
+        shown = display.LiveDisplay(console, title)
+    for spec in plan.specs:
+        shown.line(spec)
+    if plan.is_resumed:
+        _recall(plan.out, shown)
+    return shown
+
+
+def _recall(out: Path, shown: display.Lines) -> None:
+    """Let the display begin where the earlier run ended."""
+    store = Store(out)
+    try:
+        for job in store.all_jobs():
+            key = (job.spec.tenant, job.spec.name)
+            shown.recall(job.spec, store.steps(*key), store.evaluations(*key))
+    finally:
+        store.close()
+
+
+def _start(plan: Plan, observer: display.Lines) -> Coroutine[object, object, object]:
+    """Return the run itself, not yet started; cancelling it stops it cleanly."""
+    from marlaas import launch  # a faulty job file is refused before the engines' side is loaded
+
+    return launch.run_jobs(
+        plan.specs,
+        base=plan.section.base,
+        out=plan.out,
+        num_workers=plan.section.workers,
+        placement=plan.section.placement,
+        mode=plan.section.mode,
+        resume=plan.is_resumed,
+        observer=observer,
+    )
+
+
+async def until_stopped(
+    jobs: Coroutine[object, object, object], shown: display.Lines, show_cursor: Callable[[], object]
+) -> int | None:
+    """Run `jobs` to their end, or until a signal cancels them; return that signal's number."""
+    async with shown.shown():
+        running = asyncio.ensure_future(jobs)
+        stop = _Stop(running, shown, show_cursor)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.on_signal, number)
+        try:
+            await running
+        except asyncio.CancelledError:
+            if stop.number is None:
+                raise
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+    return stop.number
+
+
+class _Stop:
+    """Turns the first signal into a clean stop and the second into an immediate end."""
+
+    def __init__(
+        self, running: asyncio.Future, shown: display.Lines, show_cursor: Callable[[], object]
+    ) -> None:
+        self._running = running
+        self._shown = shown
+        self._show_cursor = show_cursor
+        self.number: int | None = None
+        """The first signal."""
+
+    def on_signal(self, number: int) -> None:
+        if self.number is None:
+            self.number = number
+            self._shown.say("Stopping cleanly; what is done is kept. Once more to end at once.")
+            self._running.cancel()
+            return
+        # A live board hides the cursor; nothing else of ours outlives the process.
+        self._show_cursor()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
