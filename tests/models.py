@@ -1,4 +1,4 @@
-"""Small random base models for tests: real architectures, no download, the same weights every time."""
+"""Small random base models for tests: real architectures, no download, always the same weights."""
 
 from collections.abc import Sequence
 
@@ -62,7 +62,7 @@ def random_adapters(
     seed: int = 0,
     size: float = 0.1,
 ) -> list[Slot]:
-    """Allocate one adapter per rank whose A and B are both random, so that it changes every logit."""
+    """Allocate one adapter per rank, A and B both random, so that each changes every logit."""
     return [
         random_adapter(base, rank, kinds=kinds, seed=seed + idx, size=size)
         for idx, rank in enumerate(ranks)

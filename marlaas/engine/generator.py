@@ -1,0 +1,471 @@
+"""Samples tokens for many sequences at once, each under its own adapter; one device, one thread.
+
+    submit -> step, step, step ... -> results
+
+A step is one quantum of work: one prefill pass over the chunks of several sequences, or one decode
+step of the whole batch. Both are one packed row of tokens, in which slots, ranks and lengths mix.
+What to compute next is the scheduler's decision; where keys and values lie is the pool's.
+
+In exact mode no bit of a sequence's tokens or logprobs depends on its neighbours, on the order of
+arrival or on memory pressure: passes have at least `EXACT_MIN_ROWS` tokens, and every sequence is
+cut, prefilled and decoded in its own way only (see `scheduler.py`).
+
+Shape suffixes: N tokens of a pass, D width, V vocabulary, T tokens of one chunk, K most likely.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from marlaas.engine.kv_cache import (
+    Chunk,
+    DecodeContext,
+    PrefillContext,
+    Slab,
+    SlabKind,
+    SlabPool,
+    capacity_for,
+)
+from marlaas.engine.sampler import SamplingBatch, sample
+from marlaas.engine.scheduler import Running, Scheduler
+from marlaas.engine.types import SequenceRequest, SequenceResult, Work
+from marlaas.errors import CapacityExceeded, InvalidRequest, UnsupportedFeature
+from marlaas.model.base import BaseModel
+from marlaas.model.lora import EXACT_MIN_ROWS, LoraBatch, Segment, Slot
+from marlaas.types import StopReason
+
+_SCORE_ROWS = 128
+"""Positions whose logits are in memory at once when a prompt is scored."""
+
+_STOP_TAIL_TOKENS = 8
+"""Tokens decoded beyond the four per character that a stop string can take in UTF-8 bytes."""
+
+
+class BatchGenerator:
+    """Continuous batching over slots. See `docs/architecture.md` for who calls it.
+
+        generator = BatchGenerator(base, kv_capacity_tokens=65536, max_context=2048)
+        generator.submit(request)
+        while generator.has_work:
+            results, work = generator.step()
+
+    Not thread-safe: one engine thread owns it together with the adapter bank.
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        *,
+        kv_capacity_tokens: int,
+        max_context: int,
+        max_batch: int = 64,
+        prefill_budget_tokens: int = 512,
+        decode_text: Callable[[list[int]], str] | None = None,
+        is_exact: bool = False,
+    ) -> None:
+        if capacity_for(max_context) > kv_capacity_tokens:
+            raise CapacityExceeded(
+                f"kv_capacity_tokens {kv_capacity_tokens}: one sequence of max_context "
+                f"{max_context} takes {capacity_for(max_context)}"
+            )
+        self.base = base
+        self.max_context = max_context
+        self.decode_text = decode_text
+        self.is_exact = is_exact
+        self.pool = SlabPool(
+            num_layers=base.num_layers,
+            num_kv_heads=base.num_kv_heads,
+            head_dim=base.head_dim,
+            dtype=base.dtype,
+            device=base.device,
+            capacity_tokens=kv_capacity_tokens,
+        )
+        self.scheduler = Scheduler(
+            self.pool, max_batch=max_batch, budget_tokens=prefill_budget_tokens, is_exact=is_exact
+        )
+        self._batch: _DecodeBatch | None = None
+        self._scores: dict[str, _PromptScores] = {}
+        """By request id, of those that asked for prompt logprobs."""
+        self._num_submitted = 0
+        self._was_prefill = False
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def submit(self, request: SequenceRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            CapacityExceeded: the context alone is longer than `max_context`.
+            InvalidRequest: no tokens, or ids outside the vocabulary.
+            UnsupportedFeature: stop strings without a `decode_text`.
+        """
+        num_tokens = len(request.tokens)
+        if num_tokens > self.max_context:
+            raise CapacityExceeded(
+                f"{num_tokens} tokens of context: expected at most {self.max_context}"
+            )
+        if not num_tokens:
+            raise InvalidRequest("no tokens: expected at least one")
+        if not 0 <= int(request.tokens.min()) <= int(request.tokens.max()) < self.base.vocab_size:
+            raise InvalidRequest(f"token ids: expected 0 to {self.base.vocab_size - 1}")
+        if request.sampling.stop_strings and self.decode_text is None:
+            raise UnsupportedFeature("stop strings: this engine has no tokenizer to decode with")
+        sequence = Running(
+            slot=request.slot,
+            tokens=request.tokens.tolist(),
+            request=request,
+            arrival=self._num_submitted,
+            limit=min(num_tokens + request.sampling.max_tokens, self.max_context),
+            prefix_len=min(request.prefix_len, num_tokens - 1) if request.prefix_id else 0,
+        )
+        if request.prompt_logprobs or request.topk_prompt_logprobs:
+            self._scores[request.request_id] = _PromptScores()
+        self._num_submitted += 1
+        self.scheduler.add(sequence)
+
+    def cancel(self, request_id: str) -> SequenceResult | None:
+        """End a request now; return what it has so far, or None if it is not known (any more)."""
+        sequence = self.scheduler.remove(request_id)
+        return sequence and self._result(sequence, StopReason.CANCELLED)
+
+    def release(self, sequence_id: str) -> None:
+        """Drop what is kept for the further turns of a sequence."""
+        self.scheduler.release(sequence_id)
+
+    def forget_slot(self, slot: Slot) -> None:
+        """Drop all KV computed under a slot that is about to be freed; no request may use it."""
+        self.scheduler.forget_slot(slot)
+        self._batch = None
+
+    def switch_slot(self, old: Slot, new: Slot) -> None:
+        """Let in-flight sequences of `old` go on under `new` from the next token."""
+        self.scheduler.switch_slot(old, new)
+        self._batch = None
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self.pool.decoding())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not decode yet."""
+        return sum(1 for _ in self.scheduler.sequences()) - self.num_decoding
+
+    @property
+    def num_parked(self) -> int:
+        """Sequences between turns whose KV is kept."""
+        return sum(parked.slab is not None for parked in self.scheduler.parked.values())
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV memory in use, in tokens of slab capacity."""
+        return self.pool.used_tokens
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # -- one quantum --------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> tuple[list[SequenceResult], Work | None]:
+        """Do one prefill pass or one decode step; return what ended and what it took.
+
+        Prefill goes first, so that the batch is full, but never twice in a row while others decode.
+        """
+        self.scheduler.admit()
+        has_decoding = any(home.bounds[SlabKind.DECODING] for home in self.pool.classes)
+        chunks = [] if self._was_prefill and has_decoding else self.scheduler.next_prefill()
+        self._was_prefill = bool(chunks)
+        if chunks:
+            work = self._prefill(chunks)
+            return self._take_full(), work
+        if has_decoding:
+            results = self._take_full()
+            self.scheduler.make_room()
+            decoded, work = self._decode()
+            return results + decoded, work
+        return [], None
+
+    def _take_full(self) -> list[SequenceResult]:
+        """End the sequences that may not sample a single token."""
+        full = [
+            sequence
+            for sequence in self.scheduler.running.values()
+            if len(sequence.tokens) >= sequence.limit and _is_decoding(sequence)
+        ]
+        return [self._finish(sequence, _limit_reason(sequence)) for sequence in full]
+
+    def _prefill(self, chunks: list[Chunk]) -> Work:
+        tokens, positions, segments = [], [], []
+        for chunk in chunks:
+            owner, start = chunk.slab.owner, chunk.slab.length
+            tokens += owner.tokens[start : chunk.end]  # type: ignore[attr-defined]
+            positions += range(start, chunk.end)
+            segments.append(Segment(owner.slot, chunk.end - start))  # type: ignore[attr-defined]
+        num_tokens = len(tokens)
+        num_missing = self._num_missing(num_tokens)
+        context = PrefillContext(chunks, self.base.dtype, self.base.device)
+        hidden_ND = self.base.hidden(
+            self._tensor(tokens + [0] * num_missing),
+            self._tensor(positions + [0] * num_missing),
+            context,
+            self._lora_batch([*segments, Segment(None, num_missing)]),
+        )
+        offset = 0
+        for chunk, segment in zip(chunks, segments, strict=True):
+            owner = chunk.slab.owner
+            if isinstance(owner, Running) and owner.request.request_id in self._scores:
+                hidden_TD = hidden_ND[offset : offset + segment.length]
+                self._score(owner, chunk.slab.length, hidden_TD)
+            offset += segment.length
+        self.scheduler.prefilled(chunks)
+        return Work("prefill", num_tokens)
+
+    def _decode(self) -> tuple[list[SequenceResult], Work | None]:
+        slabs = self.pool.decoding()
+        if not slabs:
+            return [], None  # All were preempted.
+        if self._batch is None or self._batch.epoch != self.pool.decode_epoch:
+            self._batch = self._build_batch(slabs)
+        batch = self._batch
+        num_rows = len(batch.sequences)
+        batch.advance()
+        with self.base.bank.active(batch.lora):
+            hidden_ND = self.base.hidden(batch.token_N, batch.position_N, batch.context, batch.lora)
+            logits_NV = self.base.head(hidden_ND)[:num_rows].float()
+        samples = sample(logits_NV, batch.sampling, batch.next_position_N)
+        batch.token_N[:num_rows] = samples.token_N
+        batch.position_N[:num_rows] += 1
+        token_N = samples.token_N.cpu().numpy()
+        is_finite_N = samples.is_finite_N.cpu().numpy()
+        batch.next_position_N += 1
+        for slab in slabs:
+            slab.length += 1
+        is_ending_N = (
+            (batch.stop_NS == token_N[:, None]).any(1)
+            | (batch.next_position_N >= batch.limit_N)
+            | ~is_finite_N
+        )
+        logprobs, replayed = samples.logprob_N.tolist(), []
+        for row, (sequence, token) in enumerate(
+            zip(batch.sequences, token_N.tolist(), strict=True)
+        ):
+            if len(sequence.tokens) == sequence.num_cached:
+                sequence.tokens.append(token)
+                sequence.logprobs.append(logprobs[row])
+            else:
+                replayed.append(row)
+        for row in batch.text_rows:
+            is_ending_N[row] |= self._has_stop_string(batch.sequences[row])
+        is_ending_N[replayed] = False
+        results = [
+            self._end(batch.sequences[row], is_finite=bool(is_finite_N[row]))
+            for row in np.flatnonzero(is_ending_N)
+        ]
+        if replayed:
+            self._follow(batch, replayed)
+        return results, Work("decode", num_rows)
+
+    def _build_batch(self, slabs: list[Slab]) -> "_DecodeBatch":
+        sequences: list[Running] = [slab.owner for slab in slabs]  # type: ignore[misc]
+        for sequence in sequences:
+            _note_slot(sequence)
+        num_missing = self._num_missing(len(slabs))
+        padding = [0] * num_missing
+        params = [sequence.request.sampling for sequence in sequences]
+        stops = [p.stop_token_ids for p in params]
+        stop_NS = np.full((len(stops), max(map(len, stops))), -1)
+        for row, stop in enumerate(stops):
+            stop_NS[row, : len(stop)] = stop
+        return _DecodeBatch(
+            epoch=self.pool.decode_epoch,
+            sequences=sequences,
+            context=DecodeContext(self.pool),
+            lora=self._lora_batch(
+                [*(Segment(s.slot, 1) for s in sequences), Segment(None, num_missing)]
+            ),
+            sampling=SamplingBatch.build(params, self.base.vocab_size, self.base.device),
+            token_N=self._tensor([s.tokens[s.num_cached] for s in sequences] + padding),
+            position_N=self._tensor([slab.length for slab in slabs] + padding),
+            next_position_N=np.array([slab.length + 1 for slab in slabs]),
+            limit_N=np.array([s.limit for s in sequences]),
+            stop_NS=stop_NS,
+            text_rows=[row for row, p in enumerate(params) if p.stop_strings],
+        )
+
+    def _follow(self, batch: "_DecodeBatch", rows: list[int]) -> None:
+        """Go on with replayed rows: their next token is known, maybe to be prefilled."""
+        for row in rows:
+            sequence = batch.sequences[row]
+            batch.token_N[row] = sequence.tokens[sequence.num_cached]
+            budget = self.scheduler.budget_tokens
+            if sequence.next_prefill_end(budget) > sequence.num_cached:
+                self.scheduler.refill(sequence)
+
+    # -- the end of a sequence ----------------------------------------------------------------
+
+    def _end(self, sequence: Running, *, is_finite: bool) -> SequenceResult:
+        """End a sequence after the token it just sampled."""
+        if not is_finite:
+            sequence.tokens.pop()
+            sequence.logprobs.pop()
+            return self._finish(sequence, StopReason.NON_FINITE)
+        if sequence.tokens[-1] in sequence.request.sampling.stop_token_ids:
+            return self._finish(sequence, StopReason.STOP_TOKEN)
+        if sequence.request.sampling.stop_strings and self._has_stop_string(sequence):
+            return self._finish(sequence, StopReason.STOP_STRING)
+        return self._finish(sequence, _limit_reason(sequence))
+
+    def _finish(self, sequence: Running, reason: StopReason) -> SequenceResult:
+        keep_kv = sequence.request.keep_kv and reason is not StopReason.NON_FINITE
+        self.scheduler.finish(sequence, keep_kv=keep_kv)
+        return self._result(sequence, reason)
+
+    def _result(self, sequence: Running, reason: StopReason) -> SequenceResult:
+        request = sequence.request
+        scores = self._scores.pop(request.request_id, None)
+        result = SequenceResult(
+            request_id=request.request_id,
+            sequence_id=request.sequence_id,
+            tokens=np.array(sequence.tokens[sequence.num_prompt :], dtype=np.int32),
+            logprobs=np.array(sequence.logprobs, dtype=np.float32),
+            stop_reason=reason,
+            slots=sequence.slots or [(0, sequence.slot)],
+            num_cached_tokens=sequence.num_reused,
+        )
+        if scores is not None and scores.num_scored >= sequence.num_prompt - 1:
+            if request.prompt_logprobs:
+                result.prompt_logprobs = scores.logprobs()
+            if request.topk_prompt_logprobs:
+                result.topk_prompt_ids, result.topk_prompt_logprobs = scores.topk()
+        return result
+
+    def _has_stop_string(self, sequence: Running) -> bool:
+        stops = sequence.request.sampling.stop_strings
+        num_tail = 4 * max(map(len, stops)) + _STOP_TAIL_TOKENS
+        tail = sequence.tokens[max(sequence.num_prompt, len(sequence.tokens) - num_tail) :]
+        assert self.decode_text is not None
+        text = self.decode_text(tail)
+        return any(stop in text for stop in stops)
+
+    # -- prompt logprobs ----------------------------------------------------------------------
+
+    def _score(self, sequence: Running, start: int, hidden_TD: Tensor) -> None:
+        """Keep the logprobs, at temperature 1, of the context tokens that follow a chunk."""
+        scores = self._scores[sequence.request.request_id]
+        num_known = max(0, scores.num_scored - start)
+        end = min(start + len(hidden_TD), sequence.num_prompt - 1)
+        targets = self._tensor(sequence.tokens[start + num_known + 1 : end + 1])
+        hidden_TD = hidden_TD[num_known : end - start]
+        if not len(hidden_TD):
+            return
+        for piece_TD, target_T in zip(
+            hidden_TD.split(_SCORE_ROWS), targets.split(_SCORE_ROWS), strict=True
+        ):
+            logprob_TV = self._logprobs(sequence.slot, piece_TD)
+            top_TK = logprob_TV.topk(sequence.request.topk_prompt_logprobs, dim=-1)
+            chosen_T = logprob_TV.gather(1, target_T[:, None])[:, 0]
+            scores.add(chosen_T, top_TK.indices, top_TK.values)
+
+    def _logprobs(self, slot: Slot | None, hidden_TD: Tensor) -> Tensor:
+        num_rows = len(hidden_TD)
+        num_missing = self._num_missing(num_rows)
+        padded_ND = F.pad(hidden_TD, (0, 0, 0, num_missing))
+        lora = self._lora_batch([Segment(slot, num_rows), Segment(None, num_missing)])
+        with self.base.bank.active(lora):
+            return self.base.head(padded_ND)[:num_rows].float().log_softmax(-1)
+
+    # -- small things -------------------------------------------------------------------------
+
+    def _num_missing(self, num_rows: int) -> int:
+        """Return how many rows of padding a pass needs."""
+        return max(0, EXACT_MIN_ROWS - num_rows) if self.is_exact else 0
+
+    def _lora_batch(self, segments: list[Segment]) -> LoraBatch | None:
+        if all(segment.slot is None for segment in segments):
+            return None
+        return LoraBatch.build(self.base.bank, segments, is_exact=self.is_exact)
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.base.device)
+
+
+@dataclass(slots=True, kw_only=True)
+class _DecodeBatch:
+    """Everything about a decode batch that stays while its rows do, and its moving positions."""
+
+    epoch: int
+    """The pool's, when it was built."""
+    sequences: list[Running]
+    context: DecodeContext
+    lora: LoraBatch | None
+    sampling: SamplingBatch
+    token_N: Tensor
+    """The newest token of each row, whose KV the next step computes; padding at the end."""
+    position_N: Tensor
+    """Its position."""
+    next_position_N: np.ndarray
+    """The position of the token that the next step samples."""
+    limit_N: np.ndarray
+    """The first position that each row may not sample any more."""
+    stop_NS: np.ndarray
+    """Stop tokens per row, -1 where there are fewer."""
+    text_rows: list[int]
+    """Rows with stop strings."""
+
+    def advance(self) -> None:
+        """Point the attention at this step's positions."""
+        max_positions = [
+            int(self.next_position_N[part.own].max()) - 1 for part in self.context.parts
+        ]
+        self.context.advance(self.position_N, max_positions)
+
+
+@dataclass(slots=True)
+class _PromptScores:
+    """Logprobs of a context, chunk by chunk. Entry t describes token t; entry 0 has none."""
+
+    num_scored: int = 0
+    """Positions whose next token is scored."""
+    chosen: list[Tensor] = field(default_factory=list)
+    ids: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def add(self, logprob_T: Tensor, id_TK: Tensor, value_TK: Tensor) -> None:
+        self.num_scored += len(logprob_T)
+        self.chosen.append(logprob_T)
+        self.ids.append(id_TK)
+        self.values.append(value_TK)
+
+    def logprobs(self) -> np.ndarray:
+        return torch.cat([torch.full((1,), torch.nan), *self.chosen]).numpy()
+
+    def topk(self) -> tuple[np.ndarray, np.ndarray]:
+        num_top = self.ids[0].shape[1] if self.ids else 0
+        ids = torch.cat([torch.full((1, num_top), -1), *self.ids])
+        values = torch.cat([torch.full((1, num_top), torch.nan), *self.values])
+        return ids.to(torch.int32).numpy(), values.numpy()
+
+
+def _note_slot(sequence: Running) -> None:
+    """Note under which slot the sequence's coming tokens are sampled."""
+    if sequence.slots and sequence.slots[-1][1] == sequence.slot:
+        return
+    if sequence.slots and sequence.slots[-1][0] == sequence.num_sampled:
+        sequence.slots.pop()
+    sequence.slots.append((sequence.num_sampled, sequence.slot))
+
+
+def _is_decoding(sequence: Running) -> bool:
+    return sequence.slab is not None and sequence.slab.kind is SlabKind.DECODING
+
+
+def _limit_reason(sequence: Running) -> StopReason:
+    if sequence.num_sampled >= sequence.request.sampling.max_tokens:
+        return StopReason.LENGTH
+    return StopReason.CONTEXT_FULL
