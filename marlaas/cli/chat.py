@@ -28,9 +28,9 @@ class Chat(Protocol):
 
 def command(args: argparse.Namespace) -> int:
     """Open the model, talk until the person has had enough, and close it."""
+    sampling = make_sampling(args)
     from marlaas import launch  # faulty flags are refused before the engines' side is loaded
 
-    sampling = make_sampling(args)
     opening = (Message("system", args.system),) if args.system else ()
     with asyncio.Runner() as runner:
         chat: Chat = runner.run(launch.open_chat(args.base, args.adapter))
