@@ -66,15 +66,15 @@ def pick(choices: dict[str, float], dice: random.Random) -> str:
 # math
 
 MATH_SETTINGS = (
-    (MathFamily(MathSettings()), 58),
+    (MathFamily(MathSettings()), 62),
     (MathFamily(MathSettings(terms=2)), 10),
     (MathFamily(MathSettings(kind="words")), 16),
     (MathFamily(MathSettings(terms=4)), 8),
-    (MathFamily(MathSettings(terms=2, max_value=99)), 4),
-    (MathFamily(MathSettings(max_value=50)), 4),
+    (MathFamily(MathSettings(terms=2, max_value=99)), 2),
+    (MathFamily(MathSettings(max_value=50)), 2),
 )
 MATH_STYLES = {
-    "skills": {"steps": 0.80, "direct": 0.16, "plain": 0.04},
+    "skills": {"steps": 0.90, "direct": 0.08, "plain": 0.02},
     "mixed": {
         "steps": 0.40,
         "direct": 0.12,
@@ -362,9 +362,9 @@ CORPUS_SEED = 20_000_000
 """Seed of the families' prompts; jobs have small seeds, so even the train items are others."""
 
 SHARES = {
-    "math": 0.40,
-    "search": 0.20,
-    "code": 0.28,
+    "math": 0.52,
+    "search": 0.22,
+    "code": 0.14,
     "small_talk": 0.03,
     "bare_sum": 0.05,
     "bare_guessing": 0.025,
