@@ -2,19 +2,26 @@
 
 The engine calls two things: `hidden` (a packed pass through the blocks) and the head, which it
 applies itself to the few positions whose logits it needs, chunk by chunk.
+
+On a CPU the weights are the file's own pages, mapped and never written: worker processes that load
+the same folder share one copy of them in memory.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from marlaas.model import attention, lora
+from marlaas.errors import InvalidRequest, UnsupportedBase
+from marlaas.model import architecture, attention, lora
 from marlaas.model.attention import AttentionContext
+from marlaas.model.convert import folder_in_dtype
 from marlaas.model.lora import AdapterBank, LoraBatch, MultiLoraLinear
+from marlaas.types import TARGET_GROUPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,11 @@ class BaseModel:
     head_dim: int
     vocab_size: int
     max_context: int
-    """Positions that the model was made for."""
+    """Positions that may be used: those the model was made for, or fewer by choice."""
+    unsupported_targets: Mapping[str, str]
+    """Keys of `TARGET_GROUPS` that adapters cannot have on this base, and why."""
+    stock_config: PreTrainedConfig
+    """The config as it was before the model became ours; the self-check compares with it."""
 
     @property
     def head(self) -> MultiLoraLinear:
@@ -44,6 +55,23 @@ class BaseModel:
     @property
     def device(self) -> torch.device:
         return self.head.weight.device
+
+    @property
+    def supported_targets(self) -> tuple[str, ...]:
+        """Keys of `TARGET_GROUPS` that adapters may have on this base."""
+        return tuple(group for group in TARGET_GROUPS if group not in self.unsupported_targets)
+
+    def check_targets(self, targets: Iterable[str]) -> None:
+        """Raise `InvalidRequest` if an adapter on this base cannot have these targets."""
+        refused = [group for group in targets if group in self.unsupported_targets]
+        expected = ", ".join(self.supported_targets)
+        problems = [
+            f"target {group}: base {self.name} {self.unsupported_targets[group]}; "
+            f"expected targets among {expected}"
+            for group in refused
+        ]
+        if problems:
+            raise InvalidRequest(*problems)
 
     def hidden(
         self,
@@ -69,37 +97,107 @@ class BaseModel:
         return output[0][0]
 
 
-def adopt(model: PreTrainedModel, name: str, *, max_slots: int = 16384) -> BaseModel:
-    """Make a loaded causal LM ours: freeze it, put in our attention and multi-LoRA linears."""
+def adopt(
+    model: PreTrainedModel, name: str, *, max_context: int | None = None, max_slots: int = 16384
+) -> BaseModel:
+    """Make a loaded causal LM ours: freeze it, put in our attention and multi-LoRA linears.
+
+    Raises:
+        UnsupportedBase: our passes would not compute what the model computes.
+    """
+    stock_config = copy.deepcopy(model.config)
+    used_context = architecture.check_config(model.config, max_context)
+    unsupported = architecture.check_modules(model)
+    architecture.ignore_window(model)
     attention.register()
-    config = model.config
     head = model.get_output_embeddings()
+    kinds = {
+        kind for group in TARGET_GROUPS if group not in unsupported for kind in TARGET_GROUPS[group]
+    }
     bank = AdapterBank(
-        lora.target_shapes(model),
+        [shape for shape in lora.target_shapes(model) if shape.kind in kinds],
         dtype=head.weight.dtype,
         device=head.weight.device,
         max_slots=max_slots,
     )
     lora.install(model, bank)
+    model.requires_grad_(False)
     model.set_attn_implementation(attention.ATTENTION_NAME)
     model.eval()
-    num_heads = config.num_attention_heads
+    num_kv_heads, head_dim = architecture.kv_shape(model.config)
     return BaseModel(
         name=name,
         model=model,
         bank=bank,
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        num_layers=model.config.num_hidden_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         vocab_size=head.weight.shape[0],
-        max_context=config.max_position_embeddings,
+        max_context=used_context,
+        unsupported_targets=unsupported,
+        stock_config=stock_config,
     )
 
 
 def load_base(
-    folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    folder: Path | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    max_context: int | None = None,
 ) -> BaseModel:
-    """Load a Hugging Face folder of a causal LM as a frozen base."""
-    overrides: Mapping[str, object] = {"dtype": dtype, "local_files_only": True}
-    model = AutoModelForCausalLM.from_pretrained(folder, **overrides)
-    return adopt(model.to(device), folder.name)
+    """Load a Hugging Face folder of a causal LM as a frozen base.
+
+    A base that we cannot serve is refused before its weights are read. Names and GGUF files become
+    folders by `text.bases.resolve_base` and `model.convert`.
+
+    Raises:
+        UnsupportedBase: our passes would not compute what the model computes.
+        InvalidRequest: the folder holds no complete model.
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    architecture.check_config(config, max_context)
+    with torch.device("meta"):
+        architecture.check_modules(_as_causal_lm(config))
+    if torch.device(device).type == "cpu":
+        folder_of_weights = folder_in_dtype(folder, dtype)
+    else:
+        folder_of_weights = folder
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        folder_of_weights,
+        dtype=dtype,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    if loading["missing_keys"]:
+        missing = ", ".join(sorted(loading["missing_keys"])[:5])
+        raise InvalidRequest(
+            f"{folder} lacks weights of the model: {missing}; expected all of them"
+        )
+    return adopt(model.to(device), folder.name, max_context=max_context)
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise UnsupportedBase(
+            f"{folder}: transformers cannot read it as a model of its own ({_first_line(error)}); "
+            "expected a folder whose config.json names an architecture of transformers"
+        ) from error
+
+
+def _as_causal_lm(config: PreTrainedConfig) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+    except ValueError as error:
+        raise UnsupportedBase(
+            f"base {config.model_type}: transformers has no causal language model of this "
+            f"architecture ({_first_line(error)}); expected a decoder-only language model"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]
