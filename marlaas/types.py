@@ -232,11 +232,11 @@ class StepResult:
     """What one optimizer step of one policy did."""
 
     version: int
-    """The version that the step made; unchanged when vetoed."""
+    """The version that the step made; a vetoed step makes one too, with unchanged weights."""
     grad_norm: float
     adapter_hash: str
     is_vetoed: bool = False
-    """The gradient was not finite: nothing was changed, and the gradient is cleared."""
+    """The gradient was not finite: no weight was changed, and the gradient is cleared."""
 
 
 # ---------------------------------------------------------------------------------------------

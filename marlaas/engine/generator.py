@@ -171,7 +171,7 @@ class BatchGenerator:
 
     # -- one quantum --------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self) -> tuple[list[SequenceResult], Work | None]:
         """Do one prefill pass or one decode step; return what ended and what it took.
 

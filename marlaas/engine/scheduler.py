@@ -268,8 +268,9 @@ class Scheduler:
 
     def prefilled(self, chunks: list[Chunk]) -> None:
         """Move on what a prefill pass completed."""
-        for chunk in chunks:
+        for chunk in chunks:  # all lengths first: moving a slab carries no more than its length
             chunk.slab.length = chunk.end
+        for chunk in chunks:
             self._advance(chunk.slab.owner)  # type: ignore[arg-type]
 
     def refill(self, sequence: Running) -> None:

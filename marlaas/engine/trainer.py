@@ -393,8 +393,8 @@ class LoraTrainer:
     def optim_step(self, key: Hashable, adam: AdamParams) -> StepResult:
         """Make one update from the accumulated gradient, clear it and advance the clock.
 
-        Without a gradient only the clock advances. A gradient that is not finite, or a loss that
-        was not, vetoes the step: nothing changes but that the gradient is cleared.
+        Without a gradient only the clock advances. So it does when a gradient or a loss that is
+        not finite vetoes the step: weights and moments stay, and the gradient is cleared.
         """
         problems = check_adam(adam)
         if problems:
@@ -416,7 +416,7 @@ class LoraTrainer:
                     state.num_updates,
                 )
         state.clear_gradient()
-        state.version += not is_vetoed
+        state.version += 1
         return StepResult(
             version=state.version,
             grad_norm=norm,

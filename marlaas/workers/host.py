@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from marlaas.engine.adapter_io import load_adapter, save_adapter
+from marlaas.engine.adapter_io import load_adapter, save_adapter, target_kinds
 from marlaas.engine.generator import BatchGenerator
 from marlaas.engine.trainer import LoraTrainer
 from marlaas.engine.types import SequenceRequest, SequenceResult
@@ -29,7 +29,6 @@ from marlaas.model.base import BaseModel
 from marlaas.model.lora import Slot
 from marlaas.runtime import now_s, rss_bytes
 from marlaas.types import (
-    TARGET_GROUPS,
     AdapterSpec,
     Completion,
     GenerateRequest,
@@ -253,8 +252,7 @@ class EngineHost:
         if version in policy.versions:
             raise Conflict(f"version {version} is loaded already")
         spec = policy.spec
-        kinds = frozenset(kind for target in spec.targets for kind in TARGET_GROUPS[target])
-        bank = self.base.bank
+        bank, kinds = self.base.bank, target_kinds(spec)
         slot = bank.allocate(rank=spec.rank, scale=spec.alpha / spec.rank, kinds=kinds)
         bank.write(slot, row)
         policy.versions[version] = HostedVersion(slot, adapter_hash)

@@ -32,7 +32,7 @@ def build_host(settings: EngineSettings) -> tuple[EngineHost, dict[str, float]]:
     base = load_base(
         settings.base_folder, dtype=getattr(torch, settings.dtype), device=settings.device
     )
-    deviations = check_base(base, settings.base_folder)
+    deviations = check_base(base)
     tokenizer = ChatTokenizer.load(settings.base_folder)
     generator = BatchGenerator(
         base,
