@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
-    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
 )
 
 from marlaas.model.base import BaseModel, adopt
@@ -33,12 +34,21 @@ _SMALL = {
 
 def stock_llama(*, seed: int = 0, dtype: torch.dtype = torch.float32, **config) -> PreTrainedModel:
     """Return a plain random Llama of `transformers`, with attention of its own."""
-    return _random(LlamaForCausalLM, LlamaConfig, seed, dtype, config)
+    return _random(LlamaConfig, seed, dtype, config)
 
 
 def stock_qwen3(*, seed: int = 0, dtype: torch.dtype = torch.float32, **config) -> PreTrainedModel:
     """Return a plain random Qwen3: norms on queries and keys, heads wider than hidden / heads."""
-    return _random(Qwen3ForCausalLM, Qwen3Config, seed, dtype, {"head_dim": 16, **config})
+    return _random(Qwen3Config, seed, dtype, {"head_dim": 16, **config})
+
+
+def stock_qwen3_moe(
+    *, seed: int = 0, dtype: torch.dtype = torch.float32, **config
+) -> PreTrainedModel:
+    """Return a plain random mixture of experts: eight of them in every layer, two per token."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = {"head_dim": 16, **experts, **config}
+    return _random(Qwen3MoeConfig, seed, dtype, config)
 
 
 def random_llama(*, seed: int = 0, dtype: torch.dtype = torch.float32, **config) -> BaseModel:
@@ -52,6 +62,11 @@ def random_llama(*, seed: int = 0, dtype: torch.dtype = torch.float32, **config)
 def random_qwen3(*, seed: int = 0, dtype: torch.dtype = torch.float32, **config) -> BaseModel:
     """Return a small random Qwen3 as a frozen base."""
     return adopt(stock_qwen3(seed=seed, dtype=dtype, **config), "random-qwen3")
+
+
+def random_qwen3_moe(*, seed: int = 0, dtype: torch.dtype = torch.float32, **config) -> BaseModel:
+    """Return a small random mixture of experts as a frozen base; adapters on attention and head."""
+    return adopt(stock_qwen3_moe(seed=seed, dtype=dtype, **config), "random-qwen3-moe")
 
 
 def random_adapters(
@@ -90,15 +105,21 @@ def random_adapter(
     return slot
 
 
-def _random(model_class, config_class, seed, dtype, overrides) -> PreTrainedModel:
-    config = config_class(**{**_SMALL, **overrides})
+def _random(config_class, seed, dtype, overrides) -> PreTrainedModel:
+    return stock_model(config_class(**{**_SMALL, **overrides}), seed=seed, dtype=dtype)
+
+
+def stock_model(
+    config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Return a random model of `transformers` for a config; its logits are far from uniform."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config)
+        model = AutoModelForCausalLM.from_config(config)
         # The default initialisation (0.02) leaves the distribution nearly uniform.
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 2:
-                torch.nn.init.normal_(parameter, std=2.0 * parameter.shape[1] ** -0.5)
+            if parameter.ndim >= 2:
+                torch.nn.init.normal_(parameter, std=2.0 * parameter.shape[-1] ** -0.5)
             elif "norm" not in name:
                 torch.nn.init.normal_(parameter, std=0.1)
     return model.to(dtype).eval()

@@ -1,16 +1,18 @@
 """Which base models our passes reproduce exactly, decided before any of their weights is read.
 
-Called by `base.load_base`: `check_config` on the config alone, `check_modules` on a skeleton that
-has no weights. What both let through still has to agree with the stock model in numbers
-(`self_check`). Every reason says what would be right. Whatever no rule here names falls to three
-nets: an attention argument that we do not know, a linear that is missing, a difference in numbers.
+Called by `base.load_base` before loading, and by `base.adopt` on the model itself. What is let
+through still has to agree with the stock model in numbers (`self_check`). Every reason says what
+would be right. Whatever no rule here names falls to three nets: an attention argument that we do
+not know, a linear that is missing, a difference in numbers.
 """
 
+import copy
 import re
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from marlaas.errors import UnsupportedBase
 from marlaas.types import TARGET_GROUPS
@@ -48,6 +50,26 @@ _SINK = re.compile(r"(^|[._])sinks?([._]|$)")
 _INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 
 
+def check_architecture(config: PreTrainedConfig, max_context: int | None = None) -> dict[str, str]:
+    """Return what `check_modules` does, from the config alone, on a model without weights.
+
+    Raises:
+        UnsupportedBase: with every reason why our passes would not equal the model's.
+    """
+    check_config(config, max_context)
+    try:
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), trust_remote_code=False
+            )
+    except ValueError as error:
+        raise UnsupportedBase(
+            f"base {config.model_type}: transformers has no causal language model of this "
+            f"architecture ({str(error).partition(chr(10))[0]}); expected a decoder-only one"
+        ) from error
+    return check_modules(skeleton)
+
+
 def check_config(config: PreTrainedConfig, max_context: int | None = None) -> int:
     """Return how many positions a base of this config may use, at most `max_context` if given.
 
@@ -57,7 +79,7 @@ def check_config(config: PreTrainedConfig, max_context: int | None = None) -> in
     limit = getattr(config, "max_position_embeddings", None)
     problems = list(_config_problems(config))
     if not isinstance(limit, int):
-        problems.append("does not say how many positions it was made for (max_position_embeddings)")
+        problems.append("does not say how long its context is; expected max_position_embeddings")
     if not problems:
         used = min(limit, max_context or limit)
         problems += _reach_problems(config, used)

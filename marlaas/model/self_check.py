@@ -16,9 +16,10 @@ from marlaas.errors import UnsupportedBase
 from marlaas.model.attention import PackedSequences
 from marlaas.model.base import BaseModel
 
-MAX_DEVIATION = {torch.float64: 1e-9, torch.float32: 1e-4}
+MAX_DEVIATION = {torch.float64: 1e-5, torch.float32: 1e-4}
 """Bound of the difference between our logprobs and those of the stock model, in nats. Measured in
-fp32 on AVX2 cores over 320 tokens, all passes: 1.0e-5 for `tiny`, 3.6e-5 for SmolLM2-135M."""
+fp32 on AVX2 cores over 320 tokens, all passes: 1.0e-5 for `tiny`, 3.6e-5 for SmolLM2-135M.
+In fp64 2.7e-6 for a small Qwen3: the stock softmax and norms are fp32 all the same."""
 
 MAX_ROUNDINGS = 4.0
 """In half precision the bound is this multiple of how far the stock model is from itself when it
@@ -99,10 +100,10 @@ def packed_logprobs(base: BaseModel, sequences: Sequence[Tensor]) -> tuple[Tenso
 
 
 def max_deviation(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """Return the largest absolute difference; infinity when there is a NaN among them."""
+    """Return the largest absolute difference; infinity with a NaN, or with nothing to compare."""
     pairs = zip(ours, theirs, strict=True)
     difference = torch.cat([(a.cpu().double() - b.cpu().double()).abs() for a, b in pairs])
-    return float(difference.nan_to_num(nan=torch.inf).max())
+    return float(difference.nan_to_num(nan=torch.inf).max()) if len(difference) else float("inf")
 
 
 def refuse_above(bound: float, base: BaseModel, name: str, deviation: float) -> None:
