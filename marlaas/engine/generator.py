@@ -123,7 +123,7 @@ class BatchGenerator:
             prefix_len=min(request.prefix_len, num_tokens - 1) if request.prefix_id else 0,
         )
         if request.prompt_logprobs or request.topk_prompt_logprobs:
-            self._scores[request.request_id] = _PromptScores()
+            self._scores[request.request_id] = _PromptScores(request.topk_prompt_logprobs)
         self._num_submitted += 1
         self.scheduler.add(sequence)
 
@@ -368,7 +368,7 @@ class BatchGenerator:
             hidden_TD.split(_SCORE_ROWS), targets.split(_SCORE_ROWS), strict=True
         ):
             logprob_TV = self._logprobs(sequence.slot, piece_TD)
-            top_TK = logprob_TV.topk(sequence.request.topk_prompt_logprobs, dim=-1)
+            top_TK = logprob_TV.topk(scores.num_top, dim=-1)
             chosen_T = logprob_TV.gather(1, target_T[:, None])[:, 0]
             scores.add(chosen_T, top_TK.indices, top_TK.values)
 
@@ -430,6 +430,7 @@ class _DecodeBatch:
 class _PromptScores:
     """Logprobs of a context, chunk by chunk. Entry t describes token t; entry 0 has none."""
 
+    num_top: int
     num_scored: int = 0
     """Positions whose next token is scored."""
     chosen: list[Tensor] = field(default_factory=list)
@@ -446,9 +447,8 @@ class _PromptScores:
         return torch.cat([torch.full((1,), torch.nan), *self.chosen]).numpy()
 
     def topk(self) -> tuple[np.ndarray, np.ndarray]:
-        num_top = self.ids[0].shape[1] if self.ids else 0
-        ids = torch.cat([torch.full((1, num_top), -1), *self.ids])
-        values = torch.cat([torch.full((1, num_top), torch.nan), *self.values])
+        ids = torch.cat([torch.full((1, self.num_top), -1), *self.ids])
+        values = torch.cat([torch.full((1, self.num_top), torch.nan), *self.values])
         return ids.to(torch.int32).numpy(), values.numpy()
 
 

@@ -81,7 +81,8 @@ class SlabClass:
         num_used = len(self.slabs)
         assert num_rows >= num_used, "rows in use cannot be dropped"
         old = self.kv
-        self.kv = old.new_zeros(*old.shape[:2], num_rows, *old.shape[3:])
+        with torch.inference_mode(False):  # Slabs change inside and outside of inference mode.
+            self.kv = old.new_zeros(*old.shape[:2], num_rows, *old.shape[3:])
         self.kv[:, :, :num_used] = old[:, :, :num_used]
 
     def add(self, slab: Slab) -> None:
