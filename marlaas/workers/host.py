@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from marlaas.engine.adapter_io import load_adapter, save_adapter, target_kinds
+from marlaas.engine.adapter_io import load_adapter, read_spec, save_adapter, target_kinds
 from marlaas.engine.generator import BatchGenerator
 from marlaas.engine.trainer import LoraTrainer
 from marlaas.engine.types import SequenceRequest, SequenceResult
@@ -302,8 +302,10 @@ class EngineHost:
             )
 
     def _load_version(self, call_id: int, message: m.LoadVersion) -> m.Reply:
-        policy = self._policy(message.policy_id)
-        loaded = load_adapter(message.folder, self.base.bank.bucket(policy.spec.rank).layout)
+        spec = read_spec(message.folder)
+        self._check_targets(spec)
+        loaded = load_adapter(message.folder, self.base.bank.bucket(spec.rank).layout)
+        policy = self._policies.setdefault(message.policy_id, HostedPolicy(loaded.spec))
         version = self._add_version(policy, message.version, loaded.row, loaded.adapter_hash)
         version.is_live = True
         return m.ReplyHash(loaded.adapter_hash)

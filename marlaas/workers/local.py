@@ -40,8 +40,12 @@ READ_BYTES = 1 << 20
 SHUTDOWN_TIMEOUT_S = 5.0
 
 
+MAX_STARTS = 3
+"""Attempts to bring a lost process back before the worker is given up."""
+
+
 class LocalWorker:
-    """`new -> start -> ready -> (calls) -> lost or stopped`; may be started again after a loss.
+    """`new -> start -> ready -> (calls) -> lost -> recover -> ready ... -> stopped`.
 
     worker = LocalWorker(settings)
     await worker.start()
@@ -52,6 +56,8 @@ class LocalWorker:
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         self.name = settings.name
+        self.incarnation = 0
+        """Grows whenever a process starts; it knows no policy then."""
         self.self_check: dict[str, float] = {}
         self.lost = asyncio.Event()
         """Set while there is no process that could answer."""
@@ -62,10 +68,28 @@ class LocalWorker:
         self._calls: dict[int, asyncio.Future[m.Reply]] = {}
         self._ids = itertools.count(1)
         self._capabilities = Capabilities(max_context=settings.max_context)
+        self._recovering = asyncio.Lock()
+        self._is_stopped = False
 
     @property
     def capabilities(self) -> Capabilities:
         return self._capabilities
+
+    @property
+    def generator(self) -> "LocalWorker":
+        return self
+
+    @property
+    def trainer(self) -> "LocalWorker":
+        return self
+
+    @property
+    def max_decoding(self) -> int:
+        return self.settings.max_batch
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return self.settings.kv_capacity_tokens
 
     @property
     def pid(self) -> int | None:
@@ -92,10 +116,32 @@ class LocalWorker:
         self._reading = asyncio.create_task(self._read(reader), name=f"read {self.name}")
         reply = _checked(await ready, m.ReplyReady)
         self.self_check = dict(reply.self_check)
+        self.incarnation += 1
         self.lost.clear()
+
+    async def recover(self) -> None:
+        """Return once the process answers; start a new one if it has ended.
+
+        Raises:
+            WorkerLost: it would not start again, or the worker was stopped.
+        """
+        async with self._recovering:
+            for _ in range(MAX_STARTS):
+                if self._is_stopped:
+                    break
+                if not self.lost.is_set():
+                    return
+                await self._end_process()
+                with contextlib.suppress(WorkerLost):
+                    await self.start()
+            raise WorkerLost(f"{self.name} does not come back")
 
     async def stop(self) -> None:
         """End the process; open calls fail. Idempotent."""
+        self._is_stopped = True
+        await self._end_process()
+
+    async def _end_process(self) -> None:
         if self._process is None:
             return
         if not self.lost.is_set():

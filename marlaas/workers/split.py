@@ -5,8 +5,10 @@ live differ: the weights travel from the training worker to the sampling one.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
+from marlaas.errors import NotFound
 from marlaas.types import (
     AdamParams,
     AdapterSpec,
@@ -18,6 +20,7 @@ from marlaas.types import (
     Objective,
     PolicyId,
     StepResult,
+    WorkerStats,
 )
 from marlaas.workers.local import LocalWorker
 
@@ -31,6 +34,32 @@ class SplitWorker:
         self.name = sampling.name
 
     @property
+    def incarnation(self) -> int:
+        return self.sampling.incarnation + self.training.incarnation
+
+    @property
+    def generator(self) -> "SplitWorker":
+        return self
+
+    @property
+    def trainer(self) -> "SplitWorker":
+        return self
+
+    @property
+    def max_decoding(self) -> int:
+        return self.sampling.max_decoding
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return self.sampling.kv_capacity_tokens
+
+    async def recover(self) -> None:
+        await asyncio.gather(self.sampling.recover(), self.training.recover())
+
+    async def stats(self) -> WorkerStats:
+        return await self.sampling.stats()
+
+    @property
     def capabilities(self) -> Capabilities:
         return self.sampling.capabilities
 
@@ -41,11 +70,13 @@ class SplitWorker:
         await self.sampling.release(sequence_ids)
 
     async def create(self, policy_id: PolicyId, spec: AdapterSpec) -> str:
+        await self._forget(policy_id)
         adapter_hash = await self.training.create(policy_id, spec)
         await self._carry(policy_id, 0)
         return adapter_hash
 
     async def load(self, policy_id: PolicyId, snapshot: str) -> StepResult:
+        await self._forget(policy_id)
         result = await self.training.load(policy_id, snapshot)
         await self._carry(policy_id, result.version)
         return result
@@ -83,7 +114,13 @@ class SplitWorker:
         return await self.training.save_adapter(policy_id, version, folder)
 
     async def remove(self, policy_id: PolicyId) -> None:
-        await asyncio.gather(self.training.remove(policy_id), self.sampling.remove(policy_id))
+        await self._forget(policy_id)
+
+    async def _forget(self, policy_id: PolicyId) -> None:
+        """Drop what the half that survived a loss still holds of a policy."""
+        for worker in (self.training, self.sampling):
+            with contextlib.suppress(NotFound):
+                await worker.remove(policy_id)
 
     async def _carry(self, policy_id: PolicyId, version: int) -> None:
         exported = await self.training.export_version(policy_id, version)

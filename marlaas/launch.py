@@ -1,0 +1,236 @@
+"""The composition root: builds store, workers, families and controller, and connects them.
+
+Nothing here decides anything; what runs where follows from `config.resolve`.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from marlaas import runtime
+from marlaas.config import EngineSettings, Placement, RunSettings, resolve
+from marlaas.envs.base import Family
+from marlaas.envs.catalog import make_family
+from marlaas.errors import InvalidRequest
+from marlaas.loop.controller import Controller, Mode
+from marlaas.store.db import Store
+from marlaas.text.bases import ensure_base
+from marlaas.text.chat import ChatTokenizer
+from marlaas.types import (
+    GenerateRequest,
+    JobObserver,
+    JobSpec,
+    Message,
+    PolicyId,
+    SamplingParams,
+    StopReason,
+    WorkerStats,
+)
+from marlaas.workers.local import LocalWorker
+from marlaas.workers.split import SplitWorker
+
+STATS_EVERY_S = 0.5
+"""How often the workers are asked where their time goes, for the display."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Where the time of a run went."""
+
+    makespan_s: float
+    """From the first job's admission to the last one's end; start-up of the workers excluded."""
+    start_up_s: float
+    workers: tuple[WorkerStats, ...]
+    sandbox_cpu_s: float
+    server_cpu_s: float
+    """CPU seconds of the server process during the makespan."""
+
+
+async def run_jobs(
+    specs: Sequence[JobSpec],
+    *,
+    base: str,
+    out: Path,
+    num_workers: int | None = None,
+    placement: Placement = Placement.REPLICATED,
+    mode: str = "async",
+    resume: bool = False,
+    observer: JobObserver,
+) -> RunSummary:
+    """Run jobs to their end in a run folder; cancelling stops cleanly, at step boundaries.
+
+    Raises:
+        InvalidRequest: base, placement or jobs cannot run here.
+    """
+    started_s = runtime.now_s()
+    run = RunSettings(num_workers=num_workers, placement=placement)
+    is_exact = any(spec.is_seeded for spec in specs)
+    async with AsyncExitStack() as stack:
+        store = Store(out)
+        stack.callback(store.close)
+        settings = engine_settings(run, base, is_exact=is_exact)
+        engines = await stack.enter_async_context(started(settings))
+        families = Families()
+        controller = Controller(
+            store,
+            arrange(engines, placement),
+            ChatTokenizer.load(settings[0].base_folder),
+            make_family=families.make,
+            observer=observer,
+            mode=Mode(mode),
+        )
+        for spec in specs:
+            controller.submit(spec)
+        began_s, began_cpu_s = runtime.now_s(), runtime.cpu_s()
+        watching = asyncio.create_task(_watch(engines, observer), name="worker stats")
+        stack.callback(watching.cancel)
+        await _run_to_a_boundary(controller)
+        return RunSummary(
+            makespan_s=runtime.now_s() - began_s,
+            start_up_s=began_s - started_s,
+            workers=tuple([await engine.stats() for engine in engines]),
+            sandbox_cpu_s=families.cpu_s(),
+            server_cpu_s=runtime.cpu_s() - began_cpu_s,
+        )
+
+
+async def _run_to_a_boundary(controller: Controller) -> None:
+    """Run every job to its end; when cancelled, let running steps end first."""
+    running = asyncio.ensure_future(controller.run())
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        controller.stop()
+        await running
+        raise
+
+
+class Families:
+    """Makes the jobs' task families and remembers them, to add up what their sandboxes used."""
+
+    def __init__(self) -> None:
+        self._made: list[Family] = []
+
+    def make(self, spec: JobSpec) -> Family:
+        self._made.append(make_family(spec.env))
+        return self._made[-1]
+
+    def cpu_s(self) -> float:
+        return sum(family.cpu_s() for family in self._made)
+
+
+def engine_settings(
+    run: RunSettings, base: str, *, is_exact: bool = False
+) -> list[EngineSettings]:
+    """Return what every engine worker of a run is started with."""
+    folder = ensure_base(base)
+    config = json.loads((folder / "config.json").read_text())
+    num_heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+    kv_width = (config.get("num_key_value_heads") or num_heads) * head_dim
+    return resolve(
+        run,
+        base_name=base,
+        base_folder=str(folder),
+        max_context=config["max_position_embeddings"],
+        kv_bytes_per_token=2 * 4 * config["num_hidden_layers"] * kv_width,
+        is_exact=is_exact,
+    )
+
+
+@asynccontextmanager
+async def started(settings: Sequence[EngineSettings]) -> AsyncIterator[list[LocalWorker]]:
+    """Start engine workers side by side; they are ended with the block, whatever happens."""
+    workers = [LocalWorker(one) for one in settings]
+    try:
+        async with asyncio.TaskGroup() as starting:
+            for worker in workers:
+                starting.create_task(worker.start())
+        yield workers
+    except* InvalidRequest as refusals:
+        raise refusals.exceptions[0] from None
+    finally:
+        await asyncio.gather(*(worker.stop() for worker in workers))
+
+
+def arrange(
+    engines: Sequence[LocalWorker], placement: Placement
+) -> list[LocalWorker] | list[SplitWorker]:
+    """Return the workers as the loop sees them."""
+    if placement is Placement.SPLIT:
+        training, *sampling = engines
+        return [SplitWorker(worker, training) for worker in sampling]
+    return list(engines)
+
+
+async def _watch(engines: Sequence[LocalWorker], observer: JobObserver) -> None:
+    """Hand the workers' statistics to whoever shows them."""
+    while True:
+        await asyncio.sleep(STATS_EVERY_S)
+        stats = await asyncio.gather(
+            *(engine.stats() for engine in engines if not engine.lost.is_set())
+        )
+        observer.workers = tuple(stats)  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------------------------------
+# Talking to a model
+
+
+class Chat:
+    """A base model, or an adapter on it, behind one worker: `open_chat -> reply* -> close`."""
+
+    def __init__(
+        self, worker: LocalWorker, tokenizer: ChatTokenizer, policy_id: PolicyId | None
+    ) -> None:
+        self._worker = worker
+        self._tokenizer = tokenizer
+        self._policy_id = policy_id
+        self._num_turns = 0
+
+    async def reply(self, messages: Sequence[Message], sampling: SamplingParams) -> str:
+        """Return the model's reply to a conversation."""
+        self._num_turns += 1
+        tokenizer = self._tokenizer
+        tokens = np.asarray(tokenizer.render_opening(messages), dtype=np.int32)
+        completion = await self._worker.generate(
+            GenerateRequest(
+                request_id=f"chat/{self._num_turns}",
+                sequence_id="chat",
+                policy_id=self._policy_id,
+                version=0,
+                tokens=tokens,
+                sampling=replace(sampling, stop_token_ids=tuple(tokenizer.stop_token_ids)),
+            )
+        )
+        is_stop_token = completion.stop_reason is StopReason.STOP_TOKEN
+        ids = completion.tokens[:-1] if is_stop_token else completion.tokens
+        return tokenizer.decode(ids.tolist())
+
+    async def close(self) -> None:
+        """End the worker."""
+        await self._worker.stop()
+
+
+async def open_chat(base: str, adapter: str | Path | None = None) -> Chat:
+    """Start one worker on a base and, if given, load a PEFT folder onto it.
+
+    Raises:
+        InvalidRequest: no such base, or an adapter that does not fit it.
+    """
+    settings = engine_settings(RunSettings(num_workers=1), base)[0]
+    worker = LocalWorker(settings)
+    try:
+        await worker.start()
+        policy_id = PolicyId("chat") if adapter is not None else None
+        if policy_id is not None:
+            await worker.load_version(policy_id, 0, str(adapter))
+    except BaseException:
+        await worker.stop()
+        raise
+    return Chat(worker, ChatTokenizer.load(settings.base_folder), policy_id)
