@@ -78,9 +78,9 @@ class JobLine:
 
     def note_step(self, record: StepRecord, now_s: float) -> None:
         self.step = record.step
-        self.reward = record.metrics.get("reward", math.nan)
+        self.reward = record.metrics.get("reward_mean", math.nan)
         self.success = record.metrics.get("success", math.nan)
-        self.staleness = record.metrics.get("staleness", math.nan)
+        self.staleness = record.metrics.get("staleness_mean", math.nan)
         self.successes.append(self.success)
         self.step_times_s.append(now_s)
 

@@ -20,7 +20,7 @@ MAX_FILE_VALUES = 100_000
 """Bounds what aliases can unfold a small file into."""
 
 
-def load_jobs(path: Path, *, context_of: Callable[[str], int] | None = None) -> JobFile:
+def load_jobs(path: Path, *, context_of: Callable[[str], int | None] | None = None) -> JobFile:
     """Read a job file; `context_of` is as in `read_jobs`.
 
     Raises:

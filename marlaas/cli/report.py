@@ -282,7 +282,7 @@ def curve_of(job: JobRecords) -> plots.Curve:
             f"{settings.group_size} a step, staleness up to {settings.max_staleness}"
         ),
         steps=[record.step for record in job.steps],
-        rewards=[record.metrics.get("reward", math.nan) for record in job.steps],
+        rewards=[record.metrics.get("reward_mean", math.nan) for record in job.steps],
         successes=[record.metrics.get("success", math.nan) for record in job.steps],
         eval_versions=[record.version for record in job.evals],
         eval_successes=[record.success for record in job.evals],

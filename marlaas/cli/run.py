@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rich.console import Console
 
@@ -29,8 +30,11 @@ from marlaas.config import Placement
 from marlaas.errors import InvalidRequest
 from marlaas.loop.jobspec import RunSection
 from marlaas.store.db import Store
-from marlaas.text.bases import resolve_base
-from marlaas.types import Capabilities, JobSpec, JobState
+from marlaas.text.bases import CONVERTED_BASES, cache_folder, ensure_base, resolve_base
+from marlaas.types import JobSpec, JobState
+
+if TYPE_CHECKING:
+    from marlaas import launch
 
 JOBS_FILE, RUN_FILE, STORE_FILE = "jobs.yaml", "run.json", "store.db"
 
@@ -52,16 +56,18 @@ def command(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     shown = _choose_display(plan, args, console)
     try:
-        stop = asyncio.run(until_stopped(_start(plan, shown), shown, console.show_cursor))
+        ended = asyncio.run(until_stopped(_start(plan, shown), shown, console.show_cursor))
     except BaseException:
         if (plan.out / STORE_FILE).exists():
             print(f"What is done is kept: marlaas run --resume {plan.out}", file=sys.stderr)
         raise
     jobs = report.write_report(plan.out)
     report.print_report(console, plan.out, jobs)
-    if stop is not None:
+    if ended.result is not None:
+        console.print(_where_time_went(ended.result))
+    if ended.signal is not None:
         console.print(f"Stopped. To go on: marlaas run --resume {plan.out}", soft_wrap=True)
-        return 128 + stop
+        return 128 + ended.signal
     return 0 if all(job.state == JobState.DONE for job in jobs) else 1
 
 
@@ -121,6 +127,10 @@ def _plan(
     """Read the job file; flags win over the earlier run's settings, those over its `run:`."""
     base = args.base or (earlier.base if is_resumed else None)
     file = load_jobs(jobs, context_of=lambda name: base_context(base or name))
+    if base_context(base or file.run.base) is None:
+        print("Converting the base model; this happens once.", file=sys.stderr)
+        ensure_base(base or file.run.base)
+        file = load_jobs(jobs, context_of=lambda name: base_context(base or name))
     section = earlier if is_resumed else file.run
     flags = {
         "base": args.base,
@@ -132,14 +142,17 @@ def _plan(
     return Plan(specs=file.jobs, section=section, out=out, is_resumed=is_resumed)
 
 
-def base_context(base: str) -> int:
-    """Return how many tokens a base can attend to.
+def base_context(base: str) -> int | None:
+    """Return how many tokens a base can attend to; None if it must be converted first.
 
     Raises:
         InvalidRequest: there is no such base.
     """
+    is_convertible = base in CONVERTED_BASES or base.endswith(".gguf")
+    if is_convertible and not (cache_folder(base) / "config.json").is_file():
+        return None
     config = json.loads((resolve_base(base) / "config.json").read_text(encoding="utf-8"))
-    return int(config.get("max_position_embeddings") or Capabilities().max_context)
+    return config.get("max_position_embeddings")
 
 
 def _is_taken(folder: Path) -> bool:
@@ -174,8 +187,20 @@ def _prepare_folder(plan: Plan, jobs: Path | None) -> None:
     (plan.out / RUN_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
+def _where_time_went(summary: "launch.RunSummary") -> str:
+    """Return one line on how long it took and what the workers were busy with."""
+    line = f"{display.seconds(summary.makespan_s)} on {len(summary.workers)} workers"
+    shares = [display.shares_of_time(stats) for stats in summary.workers]
+    if not shares:
+        return line
+    means = {kind: sum(share[kind] for share in shares) / len(shares) for kind in shares[0]}
+    return f"{line}: " + ", ".join(f"{kind} {display.percent(m)}" for kind, m in means.items())
+
+
 # ---------------------------------------------------------------------------------------------
 # The run
+
+ResultT = TypeVar("ResultT")
 
 
 def _choose_display(plan: Plan, args: argparse.Namespace, console: Console) -> display.Lines:
@@ -205,7 +230,7 @@ def _recall(out: Path, shown: display.Lines) -> None:
         store.close()
 
 
-def _start(plan: Plan, observer: display.Lines) -> Coroutine[object, object, object]:
+def _start(plan: Plan, observer: display.Lines) -> "Coroutine[object, object, launch.RunSummary]":
     """Return the run itself, not yet started; cancelling it stops it cleanly."""
     from marlaas import launch  # a faulty job file is refused before the engines' side is loaded
 
@@ -221,10 +246,21 @@ def _start(plan: Plan, observer: display.Lines) -> Coroutine[object, object, obj
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended(Generic[ResultT]):
+    """How a run ended: by itself, with a result, or by a signal."""
+
+    signal: int | None
+    result: ResultT | None
+
+
 async def until_stopped(
-    jobs: Coroutine[object, object, object], shown: display.Lines, show_cursor: Callable[[], object]
-) -> int | None:
-    """Run `jobs` to their end, or until a signal cancels them; return that signal's number."""
+    jobs: Coroutine[object, object, ResultT],
+    shown: display.Lines,
+    show_cursor: Callable[[], object],
+) -> Ended[ResultT]:
+    """Run `jobs` to their end, or until a signal cancels them."""
+    result = None
     async with shown.shown():
         running = asyncio.ensure_future(jobs)
         stop = _Stop(running, shown, show_cursor)
@@ -232,14 +268,14 @@ async def until_stopped(
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.on_signal, number)
         try:
-            await running
+            result = await running
         except asyncio.CancelledError:
             if stop.number is None:
                 raise
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
-    return stop.number
+    return Ended(signal=stop.number, result=result)
 
 
 class _Stop:

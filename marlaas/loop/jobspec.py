@@ -72,12 +72,12 @@ def read_jobs(
     *,
     lines: Mapping[Trail, int] | None = None,
     problems: Sequence[str] = (),
-    context_of: Callable[[str], int] | None = None,
+    context_of: Callable[[str], int | None] | None = None,
 ) -> JobFile:
     """Turn a parsed document into jobs; `problems` are faults that its parser already saw.
 
-    `lines` gives the line on which a value stands. `context_of` returns a base's context in tokens,
-    and raises `InvalidRequest` for a base that there is not; without it no base is looked up.
+    `lines` gives the line on which a value stands. `context_of` returns a base's context in tokens
+    (None if it is not known yet) and raises `InvalidRequest` for a base that there is not.
 
     Raises:
         InvalidRequest: with one problem per fault.
@@ -431,7 +431,7 @@ def _read_run(mapping: object, place: Place) -> RunSection:
     return RunSection(**Draft.read(mapping, place, _RUN_KNOBS).values)
 
 
-def _look_up(context_of: Callable[[str], int], base: str, place: Place) -> int | None:
+def _look_up(context_of: Callable[[str], int | None], base: str, place: Place) -> int | None:
     try:
         return context_of(base)
     except InvalidRequest as error:

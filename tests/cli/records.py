@@ -28,7 +28,7 @@ def make_step(step: int, *, success: float = 0.5, **metrics: float) -> StepRecor
         adapter_hash=f"hash-{step}",
         is_vetoed=False,
         is_empty=False,
-        metrics={"reward": success, "success": success, "staleness": 1.5, **metrics},
+        metrics={"reward_mean": success, "success": success, "staleness_mean": 1.5, **metrics},
         elapsed_s=2.0 * step,
     )
 

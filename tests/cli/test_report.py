@@ -62,9 +62,9 @@ def test_the_curve_has_one_row_a_step(out):
     assert rows[0] == {
         "step": 1,
         "elapsed_s": 2.0,
-        "reward": 0.5,
+        "reward_mean": 0.5,
         "success": 0.5,
-        "staleness": 1.5,
+        "staleness_mean": 1.5,
         "grad_norm": None,
         "is_vetoed": False,
         "is_empty": False,

@@ -107,10 +107,12 @@ def test_the_run_folder_remembers_how_it_was_run(jobs):
 
 
 def test_jobs_that_end_return_no_signal():
-    async def jobs() -> None:
+    async def jobs() -> str:
         await asyncio.sleep(0)
+        return "done"
 
-    assert asyncio.run(run.until_stopped(jobs(), Lines(), lambda: None)) is None
+    ended = asyncio.run(run.until_stopped(jobs(), Lines(), lambda: None))
+    assert ended == run.Ended(signal=None, result="done")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -125,7 +127,8 @@ def test_the_first_signal_cancels_the_jobs_and_lets_them_clean_up(number):
             await asyncio.sleep(0.01)
             events.append("cleaned up")
 
-    assert asyncio.run(run.until_stopped(jobs(), Lines(), lambda: None)) == number
+    ended = asyncio.run(run.until_stopped(jobs(), Lines(), lambda: None))
+    assert ended == run.Ended(signal=number, result=None)
     assert events == ["cleaned up"]
 
 
@@ -138,8 +141,8 @@ def test_jobs_that_stop_by_themselves_after_a_signal_count_as_stopped():
             return "stopped"
         return "done"
 
-    stopped = asyncio.run(run.until_stopped(jobs(), Lines(), lambda: None))
-    assert stopped == signal.SIGTERM
+    ended = asyncio.run(run.until_stopped(jobs(), Lines(), lambda: None))
+    assert ended == run.Ended(signal=signal.SIGTERM, result="stopped")
 
 
 def test_an_error_of_the_jobs_is_passed_on():
