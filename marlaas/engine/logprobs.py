@@ -224,13 +224,13 @@ class _Logits:
 
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_MD, anchor, pass_):  # noqa: ANN001, ANN205
+    def forward(ctx, hidden_MD, anchor, pass_):
         logprobs_M, lse_M, ctx.kept = pass_.score(hidden_MD)
         ctx.pass_ = pass_
         ctx.save_for_backward(hidden_MD, lse_M)
         return logprobs_M
 
     @staticmethod
-    def backward(ctx, grad_M):  # noqa: ANN001, ANN205
+    def backward(ctx, grad_M):
         hidden_MD, lse_M = ctx.saved_tensors
         return ctx.pass_.backpropagate(grad_M, hidden_MD, lse_M, ctx.kept), None, None

@@ -10,8 +10,7 @@ policies of different ranks, targets, objectives and temperatures, packed side b
 Invariants:
 - A policy's gradient is the one it would get alone: the loss is a sum of each policy's own, weight
   gradients are products over a policy's own tokens, clip and clock are its own.
-- A policy whose loss is not finite contributes nothing to its next step: that step is vetoed.
-  Nothing of it reaches another policy.
+- A loss or gradient that is not finite vetoes its policy's next step and reaches no other policy.
 - With `is_exact` (fp32, CPU, one thread) no bit of a policy's outputs, gradient or update depends
   on which others share its passes.
 
@@ -271,11 +270,11 @@ class LoraTrainer:
         batch = LoraBatch.build(self.base.bank, packed.segments, is_exact=self._is_exact)
         with torch.no_grad(), self.base.bank.active(batch):
             logprobs_M = self._logprobs(packed, grad_rows=None)
-        return _outputs(packed, logprobs_M, None, {})
+        return _outputs(packed, logprobs_M, None, None)
 
     def _train(self, packed: PackedPass) -> list[DatumOutput]:
         if not len(packed.selected_M):
-            return _outputs(packed, torch.zeros(0), torch.zeros(0), {})
+            return _outputs(packed, torch.zeros(0), None, None)
         states = [self._states[chunk.submission.key] for chunk in packed.chunks]
         grad_rows = [state.grad_P for state in states]
         bank = self.base.bank
@@ -316,14 +315,15 @@ class LoraTrainer:
 
     def _losses(
         self, packed: PackedPass, logprobs_M: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return weight x loss [M], its gradient towards the logprobs [M], and counts [M]."""
+    ) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
+        """Return weight x loss [M], its gradient towards the logprobs [M], and per chunk the counts
+        of its own tokens."""
         weights_M = self._tensor(packed.gather("weights"), self._dtype)
         advantages_M = self._tensor(packed.gather("advantages"), self._dtype)
         sampling_M = self._tensor(packed.gather("sampling_logprobs"), self._dtype)
         datum_M = self._tensor(packed.datum_M)
         loss_M, upstream_M = torch.zeros_like(logprobs_M), torch.zeros_like(logprobs_M)
-        counts: dict[str, Tensor] = {}
+        counts: list[dict[str, Tensor]] = [{} for _ in packed.chunks]
         for objective, chunk_ids in self._by_objective(packed):
             bounds = [packed.chunk_bounds[idx] for idx in chunk_ids]
             where = self._tensor(np.concatenate([np.arange(*bound) for bound in bounds]))
@@ -344,8 +344,10 @@ class LoraTrainer:
             weight_M = weights_M[where]
             (upstream_M[where],) = torch.autograd.grad(out.loss_M, leaf_M, weight_M)
             loss_M[where] = weight_M * out.loss_M.detach()
+            lengths = [end - start for start, end in bounds]
             for name, values_M in out.counts.items():
-                counts.setdefault(name, torch.zeros_like(loss_M))[where] = values_M.to(loss_M)
+                for idx, own_M in zip(chunk_ids, values_M.split(lengths), strict=True):
+                    counts[idx][name] = own_M
         return loss_M, upstream_M, counts
 
     def _by_objective(self, packed: PackedPass) -> list[tuple[Objective, list[int]]]:
@@ -433,21 +435,33 @@ def _reference_logprobs(chunk: Chunk) -> np.ndarray:
 
 
 def _outputs(
-    packed: PackedPass, logprobs_M: Tensor, loss_M: Tensor | None, counts: dict[str, Tensor]
+    packed: PackedPass,
+    logprobs_M: Tensor,
+    loss_M: Tensor | None,
+    counts: list[dict[str, Tensor]] | None,
 ) -> list[DatumOutput]:
     """Return what the pass says of each of its data."""
     num_data = len(packed.scored)
     logprobs = logprobs_M.float().cpu().numpy()
-    # One row per sum, added up in fp64 so that the order of tokens does not matter.
-    values = [torch.zeros(len(logprobs)) if loss_M is None else loss_M, *counts.values()]
-    sums = np.zeros((len(values), num_data))
-    for row, values_M in zip(sums, values, strict=True):
-        np.add.at(row, packed.datum_M, values_M.double().cpu().numpy())
+    loss_B = np.zeros(num_data)
+    if loss_M is not None:
+        loss_B = _sum_by_datum(loss_M, packed.datum_M, num_data)
+    counts_B: list[dict[str, float]] = [{} for _ in range(num_data)]
+    for chunk_counts, (start, end) in zip(counts or (), packed.chunk_bounds, strict=False):
+        datum_m = packed.datum_M[start:end]
+        for name, values_m in chunk_counts.items():
+            sums_B = _sum_by_datum(values_m, datum_m, num_data)
+            for idx in np.unique(datum_m):
+                counts_B[idx][name] = float(sums_B[idx])
     outputs, start = [], 0
     for idx, (datum, scored) in enumerate(zip(packed.data, packed.scored, strict=True)):
         dense = np.zeros(len(datum.tokens), dtype=np.float32)
         dense[scored] = logprobs[start : start + len(scored)]
         start += len(scored)
-        named = {name: float(row[idx]) for name, row in zip(counts, sums[1:], strict=True)}
-        outputs.append(DatumOutput(logprobs=dense, loss=float(sums[0, idx]), counts=named))
+        outputs.append(DatumOutput(logprobs=dense, loss=float(loss_B[idx]), counts=counts_B[idx]))
     return outputs
+
+
+def _sum_by_datum(values_M: Tensor, datum_M: np.ndarray, num_data: int) -> np.ndarray:
+    """Return the sum over each datum's tokens [B], in fp64."""
+    return np.bincount(datum_M, weights=values_M.double().cpu().numpy(), minlength=num_data)

@@ -35,8 +35,12 @@ EXACT_MIN_ROWS = 4
 """From this many rows on, CPU matrix products give each row the same bits whatever their number
 (measured with oneDNN and MKL on AVX2; tests/parity checks it on the machine at hand)."""
 
+MAX_LOOPED_ADAPTERS = 4
+"""Up to so many adapters of adjacent tokens, one set of products each beats batched products."""
+
 MAX_PADDING = 1.5
-"""Adapters are batched by padding while padded tokens stay below this multiple of the real ones."""
+"""Adapters of scattered tokens are batched by padding while padded tokens stay below this multiple
+of the real ones."""
 
 MAX_SHORT_ROWS = 8
 """Adapters with at most this many tokens each are batched whatever the padding: one batched product
@@ -77,12 +81,16 @@ class ModuleShape:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Where each module's A and B lie inside a row of one rank bucket."""
+    """Where each module's A and B lie inside a row of one rank bucket.
+
+    B is stored transposed, rank x out: a product with a matrix of eight rows is two to four times
+    as fast on a CPU as one with a matrix of eight columns, and B is what gradients are made from.
+    """
 
     rank: int
     modules: tuple[ModuleShape, ...]
     offsets: dict[str, tuple[int, int]]
-    """Module name to the start of its A (rank x in) and of its B (out x rank)."""
+    """Module name to the start of its A (rank x in) and of its B (rank x out)."""
     length: int
 
     @classmethod
@@ -99,9 +107,24 @@ class RowLayout:
         """Return the stacked A [K, R, D] and B [K, O, R] of one module as views of rows."""
         start_a, start_b = self.offsets[module.name]
         rank, width_in, width_out = self.rank, module.in_features, module.out_features
-        a_KRD = rows_KP[:, start_a : start_a + rank * width_in].unflatten(1, (rank, width_in))
-        b_KOR = rows_KP[:, start_b : start_b + rank * width_out].unflatten(1, (width_out, rank))
+        num_rows, stride = rows_KP.shape[0], rows_KP.stride(0)
+        first = rows_KP.storage_offset()
+        a_KRD = rows_KP.as_strided(
+            (num_rows, rank, width_in), (stride, width_in, 1), first + start_a
+        )
+        b_KOR = rows_KP.as_strided(
+            (num_rows, width_out, rank), (stride, 1, width_out), first + start_b
+        )
         return a_KRD, b_KOR
+
+    def row_views(self, row_P: Tensor, module: ModuleShape) -> tuple[Tensor, Tensor]:
+        """Return A [R, D] and B [O, R] of one module as views of one row."""
+        start_a, start_b = self.offsets[module.name]
+        rank, width_in, width_out = self.rank, module.in_features, module.out_features
+        first = row_P.storage_offset()
+        a_RD = row_P.as_strided((rank, width_in), (width_in, 1), first + start_a)
+        b_OR = row_P.as_strided((width_out, rank), (1, width_out), first + start_b)
+        return a_RD, b_OR
 
 
 class RowSet(NamedTuple):
@@ -110,7 +133,7 @@ class RowSet(NamedTuple):
     rows: tuple[int, ...]
     weights: dict[str, tuple[Tensor, Tensor]]
     """Module name to A [K, R, D] and B [K, O, R]; views of the bank when the rows are adjacent."""
-    scale_K: Tensor
+    scale_K11: Tensor
 
 
 class Bucket:
@@ -154,7 +177,7 @@ class Bucket:
         layout = self.layout
         views = {module.name: layout.views(weights_KP, module) for module in layout.modules}
         scale_K = weights_KP.new_tensor([self.scales[row] for row in rows])
-        self._row_set = RowSet(rows, views, scale_K)
+        self._row_set = RowSet(rows, views, scale_K[:, None, None])
         return self._row_set
 
 
@@ -243,119 +266,280 @@ class AdapterBank:
             self.batch = None
 
 
-@dataclass(frozen=True, slots=True)
-class BucketPart:
-    """The tokens of one pass whose adapters live in one rank bucket, adapter after adapter."""
+class PartTokens(NamedTuple):
+    """The adapters of one rank bucket in one pass, and where their tokens are."""
 
     bucket: Bucket
-    stack: RowSet
-    lengths: tuple[int, ...]
-    """Tokens per adapter."""
-    min_rows: int
-    """Products with fewer rows are padded to it."""
-    kinds: frozenset[str]
-    """Linears that at least one of these adapters targets."""
-    token_N: Tensor | None
-    """Position in the pass of each token of this part; None when that is all tokens in order."""
-    gather_KM: Tensor | None
-    """Position in the pass of each padded place; None when adapters are not batched by padding."""
-    place_N: Tensor | None
-    """Padded place of each token of this part."""
+    rows: tuple[int, ...]
+    """Bank row of each adapter."""
+    positions: tuple[list[int], ...]
+    """Per adapter, the places of its tokens in the pass."""
     grad_rows: tuple[Tensor, ...] | None
     """One gradient row [P] per adapter, which the backward pass adds to."""
+    kinds: frozenset[str]
+    """Linears that at least one of these adapters targets."""
 
-    @classmethod
-    def build(
-        cls,
-        bucket: Bucket,
-        members: Sequence[tuple[int, Sequence[int], Tensor | None]],
-        kinds: frozenset[str],
-        *,
-        num_tokens: int,
-        min_rows: int,
-    ) -> "BucketPart":
-        """Lay out the tokens of `members`, each (row, positions in the pass, gradient row)."""
-        device = bucket.rows_SP.device
-        lengths = tuple(len(positions) for _, positions, _ in members)
-        token_N = torch.tensor([position for _, positions, _ in members for position in positions])
-        is_everything = len(token_N) == num_tokens and bool(
-            (token_N[1:] == token_N[:-1] + 1).all()
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens per adapter."""
+        return tuple(len(positions) for positions in self.positions)
+
+    @property
+    def scales(self) -> list[float]:
+        return [self.bucket.scales[row] for row in self.rows]
+
+    def spans(self) -> tuple[tuple[int, int], ...] | None:
+        """Return each adapter's tokens as a half-open range, or None if one is scattered."""
+        spans = tuple((positions[0], positions[-1] + 1) for positions in self.positions)
+        is_dense = all(
+            end - start == length for (start, end), length in zip(spans, self.lengths, strict=True)
         )
-        gather_KM = place_N = None
-        longest = max(max(lengths), min_rows)
+        return spans if is_dense else None
+
+
+class SpanPart:
+    """Adapters whose tokens each are one range of the pass: a few products per adapter, in place.
+
+    Best for few adapters or many tokens. Whatever the company, an adapter's products have the same
+    shapes: a training pass is exact this way.
+    """
+
+    def __init__(self, tokens: PartTokens, spans: Sequence[tuple[int, int]]) -> None:
+        self.kinds = tokens.kinds
+        self._layout = tokens.bucket.layout
+        self._bank_rows = [tokens.bucket.rows_SP[row] for row in tokens.rows]
+        self._grad_rows = tokens.grad_rows
+        self._spans, self._scales = spans, tokens.scales
+
+    def forward_(self, y_NO: Tensor, x_ND: Tensor, module: ModuleShape) -> Tensor:
+        inners = []
+        adapters = zip(self._bank_rows, self._spans, self._scales, strict=True)
+        for row_P, (start, end), scale in adapters:
+            a_RD, b_OR = self._layout.row_views(row_P, module)
+            inner_Rn = a_RD @ x_ND[start:end].t()
+            y_NO[start:end].addmm_(inner_Rn.t(), b_OR.t(), alpha=scale)
+            inners.append(inner_Rn)
+        return inners[0] if len(inners) == 1 else torch.cat(inners, dim=1)
+
+    def backward_(
+        self,
+        grad_y_NO: Tensor,
+        x_ND: Tensor,
+        inner_RN: Tensor,
+        grad_x_ND: Tensor | None,
+        module: ModuleShape,
+    ) -> None:
+        inners = inner_RN.split([end - start for start, end in self._spans], dim=1)
+        grad_rows = self._grad_rows or [None] * len(self._spans)
+        adapters = zip(self._bank_rows, grad_rows, self._spans, self._scales, inners, strict=True)
+        for row_P, grad_row_P, (start, end), scale, inner_Rn in adapters:
+            a_RD, b_OR = self._layout.row_views(row_P, module)
+            grad_y_nO = grad_y_NO[start:end]
+            grad_inner_Rn = b_OR.t() @ grad_y_nO.t()
+            if grad_x_ND is not None:
+                grad_x_ND[start:end].addmm_(grad_inner_Rn.t(), a_RD, alpha=scale)
+            if grad_row_P is not None:
+                grad_a_RD, grad_b_OR = self._layout.row_views(grad_row_P, module)
+                grad_a_RD.addmm_(grad_inner_Rn, x_ND[start:end], alpha=scale)
+                grad_b_OR.t().addmm_(inner_Rn, grad_y_nO, alpha=scale)
+
+
+class EvenPart:
+    """Adapters with equally many tokens each, all adjacent: batched products on views, no copy."""
+
+    def __init__(self, tokens: PartTokens, spans: Sequence[tuple[int, int]]) -> None:
+        self.kinds = tokens.kinds
+        self._layout = tokens.bucket.layout
+        self._stack = tokens.bucket.stack(tokens.rows)
+        self._grad_rows = tokens.grad_rows
+        self._start, self._end = spans[0][0], spans[-1][1]
+        self._num_adapters = len(spans)
+
+    @staticmethod
+    def fits(spans: Sequence[tuple[int, int]]) -> bool:
+        width = spans[0][1] - spans[0][0]
+        first = spans[0][0]
+        return all(
+            (start, end) == (first + idx * width, first + (idx + 1) * width)
+            for idx, (start, end) in enumerate(spans)
+        )
+
+    def _by_adapter(self, rows_ND: Tensor) -> Tensor:
+        return rows_ND[self._start : self._end].unflatten(0, (self._num_adapters, -1))
+
+    def forward_(self, y_NO: Tensor, x_ND: Tensor, module: ModuleShape) -> Tensor:
+        a_KRD, b_KOR = self._stack.weights[module.name]
+        inner_KRM = torch.bmm(a_KRD, self._by_adapter(x_ND).mT).mul_(self._stack.scale_K11)
+        self._by_adapter(y_NO).baddbmm_(inner_KRM.mT, b_KOR.mT)
+        return inner_KRM
+
+    def backward_(
+        self,
+        grad_y_NO: Tensor,
+        x_ND: Tensor,
+        inner_KRM: Tensor,
+        grad_x_ND: Tensor | None,
+        module: ModuleShape,
+    ) -> None:
+        a_KRD, b_KOR = self._stack.weights[module.name]
+        grad_y_KMO = self._by_adapter(grad_y_NO)
+        grad_inner_KRM = torch.bmm(b_KOR.mT, grad_y_KMO.mT).mul_(self._stack.scale_K11)
+        if grad_x_ND is not None:
+            self._by_adapter(grad_x_ND).baddbmm_(grad_inner_KRM.mT, a_KRD)
+        if self._grad_rows is None:
+            return
+        adapters = zip(
+            self._grad_rows,
+            grad_inner_KRM,
+            self._by_adapter(x_ND),
+            inner_KRM,
+            grad_y_KMO,
+            strict=True,
+        )
+        for grad_row_P, grad_inner_RM, x_MD, inner_RM, grad_y_MO in adapters:
+            grad_a_RD, grad_b_OR = self._layout.row_views(grad_row_P, module)
+            grad_a_RD.addmm_(grad_inner_RM, x_MD)
+            grad_b_OR.t().addmm_(inner_RM, grad_y_MO)
+
+
+class GatheredPart:
+    """Adapters whose tokens lie anywhere: gathered, and padded to batched products where that pays.
+
+    In an exact batch every product has at least `EXACT_MIN_ROWS` rows.
+    """
+
+    def __init__(self, tokens: PartTokens, *, num_tokens: int, is_exact: bool) -> None:
+        self.kinds = tokens.kinds
+        self._layout = tokens.bucket.layout
+        self._stack = tokens.bucket.stack(tokens.rows)
+        self._grad_rows = tokens.grad_rows
+        self._lengths = lengths = tokens.lengths
+        self._min_rows = EXACT_MIN_ROWS if is_exact else 1
+        device = tokens.bucket.rows_SP.device
+        token_N = torch.tensor([place for places in tokens.positions for place in places])
+        is_everything = len(token_N) == num_tokens and bool((token_N.diff() == 1).all())
+        self._token_N = None if is_everything else token_N.to(device)
+        """Place in the pass of each token of this part; None when that is all tokens in order."""
+        self._gather_KM: Tensor | None = None
+        """Place in the pass of each padded row; None when adapters are not batched by padding."""
+        self._place_N: Tensor | None = None
+        """Padded row of each token of this part."""
+        longest = max(*lengths, self._min_rows)
         is_balanced = longest * len(lengths) <= MAX_PADDING * sum(lengths)
         if len(lengths) > 1 and (longest <= MAX_SHORT_ROWS or is_balanced):
-            places_M = torch.arange(longest)[None]
+            place_M = torch.arange(longest)[None]
             length_K1 = torch.tensor(lengths)[:, None]
             start_K1 = length_K1.cumsum(0) - length_K1
-            # Places past an adapter's end repeat its last token; their results are never read.
-            gather_KM = token_N[start_K1 + torch.minimum(places_M, length_K1 - 1)].flatten()
-            place_N = (places_M < length_K1).flatten().nonzero()[:, 0]
-        grads = tuple(grad for _, _, grad in members if grad is not None)
-        return cls(
-            bucket=bucket,
-            stack=bucket.stack(tuple(row for row, _, _ in members)),
-            lengths=lengths,
-            min_rows=min_rows,
-            kinds=kinds,
-            token_N=None if is_everything else token_N.to(device),
-            gather_KM=None if gather_KM is None else gather_KM.to(device),
-            place_N=None if place_N is None else place_N.to(device),
-            grad_rows=grads or None,
-        )
+            # Rows past an adapter's end repeat its last token; their results are never read.
+            gather_KM = token_N[start_K1 + torch.minimum(place_M, length_K1 - 1)].flatten()
+            self._gather_KM = gather_KM.to(device)
+            self._place_N = (place_M < length_K1).flatten().nonzero()[:, 0].to(device)
+        self._scale_n1 = self._stack.scale_K11.flatten().repeat_interleave(
+            torch.tensor(lengths, device=device)
+        )[:, None]
 
-    def product(self, x_ND: Tensor, weight_KOD: Tensor, *, is_own: bool = False) -> Tensor:
+    def forward_(self, y_NO: Tensor, x_ND: Tensor, module: ModuleShape) -> Tensor:
+        a_KRD, b_KOR = self._stack.weights[module.name]
+        inner_nR = self._product(x_ND, a_KRD) * self._scale_n1
+        self._add_to(y_NO, self._product(inner_nR, b_KOR, is_own=True))
+        return inner_nR
+
+    def backward_(
+        self,
+        grad_y_NO: Tensor,
+        x_ND: Tensor,
+        inner_nR: Tensor,
+        grad_x_ND: Tensor | None,
+        module: ModuleShape,
+    ) -> None:
+        a_KRD, b_KOR = self._stack.weights[module.name]
+        grad_inner_nR = self._product(grad_y_NO, b_KOR.mT) * self._scale_n1
+        if grad_x_ND is not None:
+            self._add_to(grad_x_ND, self._product(grad_inner_nR, a_KRD.mT, is_own=True))
+        if self._grad_rows is None:
+            return
+        adapters = zip(
+            self._grad_rows,
+            grad_inner_nR.split(self._lengths),
+            inner_nR.split(self._lengths),
+            self._select(x_ND).split(self._lengths),
+            self._select(grad_y_NO).split(self._lengths),
+            strict=True,
+        )
+        for grad_row_P, grad_inner, inner, x, grad_y in adapters:
+            grad_a_RD, grad_b_OR = self._layout.row_views(grad_row_P, module)
+            grad_a_RD.addmm_(grad_inner.t(), x)
+            grad_b_OR.t().addmm_(inner.t(), grad_y)
+
+    def _product(self, x_ND: Tensor, weight_KOD: Tensor, *, is_own: bool = False) -> Tensor:
         """Return each token times its own adapter's matrix, [n, O] for the n tokens of this part.
 
         Args:
             x_ND: one row per token of the pass, or of this part with `is_own`.
         """
-        if self.gather_KM is not None:
+        if self._gather_KM is not None:
+            assert self._place_N is not None
             if is_own:
-                assert self.place_N is not None
-                padded = x_ND.new_zeros(self.gather_KM.shape[0], x_ND.shape[1])
-                padded[self.place_N] = x_ND
+                padded = x_ND.new_zeros(self._gather_KM.shape[0], x_ND.shape[1])
+                padded.index_copy_(0, self._place_N, x_ND)
             else:
-                padded = x_ND[self.gather_KM]
-            out = torch.bmm(padded.unflatten(0, (len(self.lengths), -1)), weight_KOD.mT)
-            return out.flatten(0, 1)[self.place_N]
-        own = x_ND if is_own else self.select(x_ND)
-        if len(self.lengths) == 1:
+                padded = x_ND.index_select(0, self._gather_KM)
+            out = torch.bmm(padded.unflatten(0, (len(self._lengths), -1)), weight_KOD.mT)
+            return out.flatten(0, 1).index_select(0, self._place_N)
+        own = x_ND if is_own else self._select(x_ND)
+        if len(self._lengths) == 1:
             return self._matmul(own, weight_KOD[0])
-        pieces = zip(own.split(self.lengths), weight_KOD, strict=True)
+        pieces = zip(own.split(self._lengths), weight_KOD, strict=True)
         return torch.cat([self._matmul(piece, weight) for piece, weight in pieces])
 
     def _matmul(self, x_nD: Tensor, weight_OD: Tensor) -> Tensor:
-        num_missing = self.min_rows - x_nD.shape[0]
+        num_missing = self._min_rows - x_nD.shape[0]
         if num_missing <= 0:
             return x_nD @ weight_OD.T
         return (F.pad(x_nD, (0, 0, 0, num_missing)) @ weight_OD.T)[: x_nD.shape[0]]
 
-    def select(self, x_ND: Tensor) -> Tensor:
+    def _select(self, x_ND: Tensor) -> Tensor:
         """Return the rows of this part's tokens, adapter after adapter."""
-        return x_ND if self.token_N is None else x_ND[self.token_N]
+        return x_ND if self._token_N is None else x_ND.index_select(0, self._token_N)
 
-    def add_to(self, y_NO: Tensor, delta: Tensor) -> None:
+    def _add_to(self, y_NO: Tensor, delta: Tensor) -> None:
         """Add this part's rows to the pass's rows in place."""
-        if self.token_N is None:
+        if self._token_N is None:
             y_NO += delta
         else:
-            y_NO.index_add_(0, self.token_N, delta)
+            y_NO.index_add_(0, self._token_N, delta)
 
-    @property
-    def scale_n1(self) -> Tensor | float:
-        """LoRA scale of each token of this part."""
-        scales = self.stack.scale_K
-        if len(self.lengths) == 1:
-            return float(scales[0])
-        return scales.repeat_interleave(torch.tensor(self.lengths, device=scales.device))[:, None]
+
+Part = SpanPart | EvenPart | GatheredPart
+
+
+def _make_part(tokens: PartTokens, *, num_tokens: int, is_exact: bool) -> Part:
+    """Choose how the products of one bucket's adapters are done.
+
+    In an exact batch the choice does not depend on the company: by spans where weight gradients are
+    wanted, else gathered.
+    """
+    spans = tokens.spans()
+    if is_exact:
+        if tokens.grad_rows is None:
+            return GatheredPart(tokens, num_tokens=num_tokens, is_exact=True)
+        assert spans is not None, "in an exact training pass an adapter's tokens are adjacent"
+        return SpanPart(tokens, spans)
+    if spans is None:
+        return GatheredPart(tokens, num_tokens=num_tokens, is_exact=False)
+    if len(spans) > MAX_LOOPED_ADAPTERS and EvenPart.fits(spans):
+        return EvenPart(tokens, spans)
+    is_short = max(tokens.lengths) <= MAX_SHORT_ROWS
+    if len(spans) > MAX_LOOPED_ADAPTERS and is_short:
+        return GatheredPart(tokens, num_tokens=num_tokens, is_exact=False)
+    return SpanPart(tokens, spans)
 
 
 @dataclass(frozen=True, slots=True)
 class LoraBatch:
     """Which adapter each token of one pass belongs to."""
 
-    parts: tuple[BucketPart, ...]
+    parts: tuple[Part, ...]
     num_tokens: int
 
     @classmethod
@@ -372,28 +556,30 @@ class LoraBatch:
         Args:
             grad_rows: per segment, the row [P] that its weight gradient is added to; the same row
                 for every segment of an adapter.
-            is_exact: neighbours change no bit of a result: at least `EXACT_MIN_ROWS` rows each.
-                The pass itself must have that many tokens.
+            is_exact: neighbours change no bit of a result. The pass itself must have at least
+                `EXACT_MIN_ROWS` tokens.
         """
         positions: dict[Slot, list[int]] = {}
-        grads: dict[Slot, Tensor | None] = {}
+        grads: dict[Slot, Tensor] = {}
         end = 0
         for idx, (slot, length) in enumerate(segments):
             if slot is not None and length:
                 positions.setdefault(slot, []).extend(range(end, end + length))
-                grads[slot] = grad_rows[idx] if grad_rows else None
+                grad_row = grad_rows[idx] if grad_rows else None
+                if grad_row is not None:
+                    grads[slot] = grad_row
             end += length
         parts = []
         for rank in sorted({slot.rank for slot in positions}):
             slots = sorted(slot for slot in positions if slot.rank == rank)
-            part = BucketPart.build(
-                bank.bucket(rank),
-                [(slot.row, positions[slot], grads[slot]) for slot in slots],
-                frozenset().union(*(bank.kinds(slot) for slot in slots)),
-                num_tokens=end,
-                min_rows=EXACT_MIN_ROWS if is_exact else 1,
+            tokens = PartTokens(
+                bucket=bank.bucket(rank),
+                rows=tuple(slot.row for slot in slots),
+                positions=tuple(positions[slot] for slot in slots),
+                grad_rows=tuple(grads[slot] for slot in slots) if grads else None,
+                kinds=frozenset().union(*(bank.kinds(slot) for slot in slots)),
             )
-            parts.append(part)
+            parts.append(_make_part(tokens, num_tokens=end, is_exact=is_exact))
         return cls(tuple(parts), end)
 
 
@@ -401,16 +587,10 @@ def lora_forward(y_NO: Tensor, x_ND: Tensor, module: ModuleShape, batch: LoraBat
     """Add every adapter's output to the base output `y_NO` in place.
 
     Returns:
-        Per part of the batch that targets the module, the inner activations s (x A^T) [n, R].
+        Per part of the batch that targets the module, the inner activations, which the backward
+        pass takes back.
     """
-    inners = []
-    for part in batch.parts:
-        if module.kind in part.kinds:
-            a_KRD, b_KOR = part.stack.weights[module.name]
-            inner_nR = part.product(x_ND, a_KRD) * part.scale_n1
-            part.add_to(y_NO, part.product(inner_nR, b_KOR, is_own=True))
-            inners.append(inner_nR)
-    return inners
+    return [part.forward_(y_NO, x_ND, module) for part in batch.parts if module.kind in part.kinds]
 
 
 def lora_backward(
@@ -425,36 +605,18 @@ def lora_backward(
 
         dU = s (dY B),   dX += dU A,   dA += dU^T X,   dB += dY^T U    with U = s (X A^T)
 
-    Each adapter's products run over its own tokens, so that their bits do not depend on company.
+    Each adapter's weight gradient is a product over its own tokens alone.
     """
     targeted = [part for part in batch.parts if module.kind in part.kinds]
-    for part, inner_nR in zip(targeted, inners, strict=True):
-        a_KRD, b_KOR = part.stack.weights[module.name]
-        grad_inner_nR = part.product(grad_y_NO, b_KOR.mT) * part.scale_n1
-        if grad_x_ND is not None:
-            part.add_to(grad_x_ND, part.product(grad_inner_nR, a_KRD.mT, is_own=True))
-        if part.grad_rows is None:
-            continue
-        layout = part.bucket.layout
-        pieces = zip(
-            part.grad_rows,
-            grad_inner_nR.split(part.lengths),
-            inner_nR.split(part.lengths),
-            part.select(x_ND).split(part.lengths),
-            part.select(grad_y_NO).split(part.lengths),
-            strict=True,
-        )
-        for grad_row_P, grad_inner, inner, x, grad_y in pieces:
-            grad_a, grad_b = layout.views(grad_row_P[None], module)
-            grad_a[0].addmm_(grad_inner.T, x)
-            grad_b[0].addmm_(grad_y.T, inner)
+    for part, inner in zip(targeted, inners, strict=True):
+        part.backward_(grad_y_NO, x_ND, inner, grad_x_ND, module)
 
 
 class _MultiLoraFunction(torch.autograd.Function):
     """The linear with its adapters; base weights frozen, adapter gradients added to their rows."""
 
     @staticmethod
-    def forward(ctx, x_ND, anchor, linear, batch):  # noqa: ANN001, ANN205
+    def forward(ctx, x_ND, anchor, linear, batch):
         y_NO = F.linear(x_ND, linear.weight, linear.bias)
         inners = lora_forward(y_NO, x_ND, linear.shape, batch)
         ctx.linear, ctx.batch = linear, batch
@@ -462,7 +624,7 @@ class _MultiLoraFunction(torch.autograd.Function):
         return y_NO
 
     @staticmethod
-    def backward(ctx, grad_y_NO):  # noqa: ANN001, ANN205
+    def backward(ctx, grad_y_NO):
         x_ND, *inners = ctx.saved_tensors
         grad_y_NO = grad_y_NO.contiguous()
         grad_x_ND = grad_y_NO @ ctx.linear.weight if ctx.needs_input_grad[0] else None

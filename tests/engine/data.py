@@ -1,0 +1,44 @@
+"""Random training data for tests of the trainer."""
+
+import numpy as np
+
+from marlaas.engine.adapter_io import target_kinds
+from marlaas.engine.trainer import LoraTrainer
+from marlaas.model.lora import Slot
+from marlaas.types import AdapterSpec, Datum
+
+VOCAB = 128
+"""Of the small models in `tests.models`."""
+
+
+def random_datum(
+    rng: np.random.Generator, num_tokens: int, *, num_prompt: int = 2, temperature: float = 1.0
+) -> Datum:
+    """Return a datum whose tokens after the prompt are trained, a few in between left out."""
+    weights = rng.uniform(0.5, 1.5, num_tokens) / num_tokens
+    weights[:num_prompt] = 0.0
+    weights[num_prompt + 1 :: 5] = 0.0
+    return Datum(
+        tokens=rng.integers(0, VOCAB, num_tokens).astype(np.int32),
+        weights=weights.astype(np.float32),
+        advantages=rng.standard_normal(num_tokens).astype(np.float32),
+        sampling_logprobs=rng.uniform(-6, -3, num_tokens).astype(np.float32),
+        reference_logprobs=rng.uniform(-6, -3, num_tokens).astype(np.float32),
+        temperature=temperature,
+    )
+
+
+def host(trainer: LoraTrainer, key: str, spec: AdapterSpec, *, size: float = 0.1) -> Slot:
+    """Create a policy whose A and B are both random and put it into a slot of the bank."""
+    state = trainer.create(key, spec)
+    kinds = target_kinds(spec)
+    rng = np.random.default_rng(spec.seed)
+    for module in state.layout.modules:
+        if module.kind in kinds:
+            a_RD, b_OR = state.layout.row_views(state.weights_P, module)
+            for matrix in (a_RD[: spec.rank], b_OR[:, : spec.rank]):
+                values = size * rng.standard_normal(matrix.shape)
+                matrix.copy_(matrix.new_tensor(values))
+    slot = trainer.base.bank.allocate(rank=spec.rank, scale=spec.alpha / spec.rank, kinds=kinds)
+    trainer.base.bank.write(slot, state.weights_P)
+    return slot
