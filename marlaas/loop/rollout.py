@@ -76,6 +76,10 @@ class GroupPlan:
     """"train" or "eval"; names the prompt stream and keeps the two apart in every seed."""
 
     @property
+    def is_training(self) -> bool:
+        return self.split == "train"
+
+    @property
     def label(self) -> str:
         return f"{self.split}-{self.index}@{self.version}"
 
@@ -247,7 +251,7 @@ class Episode:
                 prefix_id=plan.label,
                 prefix_len=self._opening_len,
                 keep_kv=not is_last,
-                in_flight=spec.is_in_flight and plan.split == "train",
+                in_flight=spec.is_in_flight and plan.is_training,
             )
         )
         self._completions.append((start, completion))

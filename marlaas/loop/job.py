@@ -1,0 +1,170 @@
+"""One job while it runs: its parts, and what it would open next."""
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine
+
+from marlaas import runtime
+from marlaas.envs.base import Family
+from marlaas.loop import algorithms
+from marlaas.loop.buffer import Buffer, Ticket
+from marlaas.loop.evaluation import Evaluation
+from marlaas.loop.policies import Policy
+from marlaas.loop.rollout import GroupPlan, GroupRollout
+from marlaas.store.db import GroupState, Store
+from marlaas.types import EvalRecord, Group, JobSpec, StepRecord
+
+MAX_BARREN_STEPS = 3
+"""Steps in a row without a single verdict, or with a vetoed update, after which a job stops."""
+
+
+class Job:
+    """The parts of one running job; the controller moves it, `restore` sets it where it was left.
+
+    job = Job(spec, family, policy, tasks)
+    job.restore(store)
+    plan = job.next_plan()         # a training group or a held-out prompt; None: nothing to open
+    job.give_back(plan)            # its worker was lost: it is opened again
+    """
+
+    def __init__(
+        self, spec: JobSpec, family: Family, policy: Policy, tasks: asyncio.TaskGroup
+    ) -> None:
+        self.spec = spec
+        self.family = family
+        self.policy = policy
+        self.algorithm = algorithms.resolve(spec.algorithm)
+        self.buffer = Buffer(
+            num_steps=spec.steps,
+            prompts_per_step=spec.prompts_per_step,
+            max_staleness=spec.max_staleness,
+            is_seeded=spec.is_seeded,
+        )
+        self.is_satisfied = False
+        """An evaluation reached `stop_at_success`."""
+        self.rollouts: dict[GroupPlan, GroupRollout] = {}
+        """Groups and held-out prompts being sampled."""
+        self.evaluations: dict[int, Evaluation] = {}
+        """Version -> evaluation in progress."""
+        self.judging: set[asyncio.Task[None]] = set()
+        """Evaluations in progress."""
+        self._sampling: set[asyncio.Task[None]] = set()
+        self._tasks = tasks
+        self._waiting: deque[Evaluation] = deque()
+        self._is_evals_turn = False
+        self._num_vetoed = 0
+        self._num_failed = 0
+        self._began_s = runtime.now_s()
+
+    def restore(self, store: Store) -> None:
+        """Take over what the store says of earlier runs."""
+        tenant, name = self.spec.tenant, self.spec.name
+        stored = store.job(tenant, name)
+        self._began_s = runtime.now_s() - stored.elapsed_s
+        rows = store.groups(tenant, name)
+        consumed = [row.index for row in rows if row.step is not None]
+        finished = [row.group for row in rows if row.state is GroupState.FINISHED and row.group]
+        self.buffer.restore(stored.step, consumed, finished)
+        for record in store.evaluations(tenant, name):
+            self.note(record)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Running time of all runs together."""
+        return runtime.now_s() - self._began_s
+
+    @property
+    def is_trained(self) -> bool:
+        """No further step is to be made."""
+        return self.is_satisfied or self.buffer.version == self.spec.steps
+
+    # What to open next ------------------------------------------------------------------------
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Put the prompts of an evaluation among what the job opens."""
+        self.evaluations[evaluation.version] = evaluation
+        self._waiting.append(evaluation)
+
+    def next_plan(self) -> GroupPlan | None:
+        """Return what is opened next; training groups and held-out prompts take turns."""
+        self._is_evals_turn = not self._is_evals_turn
+        if self._is_evals_turn:
+            return self._next_eval() or self._next_group()
+        return self._next_group() or self._next_eval()
+
+    def give_back(self, plan: GroupPlan) -> None:
+        """Let a lost group or prompt be opened again."""
+        if plan.is_training:
+            self.buffer.reopen(plan.index)
+            return
+        evaluation = self.evaluations[plan.version]
+        evaluation.give_back(plan)
+        if evaluation not in self._waiting:
+            self._waiting.appendleft(evaluation)
+
+    def cut(self, index: int) -> None:
+        """Cut a straggling training group."""
+        for plan, rollout in self.rollouts.items():
+            if plan.is_training and plan.index == index:
+                rollout.cut()
+
+    def _next_group(self) -> GroupPlan | None:
+        ticket: Ticket | None = self.buffer.next_ticket()
+        if ticket is None:
+            return None
+        self.buffer.open(ticket)
+        return GroupPlan(index=ticket.index, version=ticket.version, size=self.spec.group_size)
+
+    def _next_eval(self) -> GroupPlan | None:
+        while self._waiting:
+            plan = self._waiting[0].next_plan()
+            if plan is not None:
+                return plan
+            self._waiting.popleft()
+        return None
+
+    # What came of it --------------------------------------------------------------------------
+
+    def diagnose(self, record: StepRecord, groups: list[Group]) -> str:
+        """Return why the job should not go on after a step, or nothing."""
+        has_verdict = any(t.end.is_trainable for group in groups for t in group.trajectories)
+        self._num_vetoed = self._num_vetoed + 1 if record.is_vetoed else 0
+        self._num_failed = 0 if has_verdict else self._num_failed + 1
+        if self._num_vetoed == MAX_BARREN_STEPS:
+            return f"{MAX_BARREN_STEPS} updates in a row were not finite"
+        if self._num_failed == MAX_BARREN_STEPS:
+            last = groups[-1].trajectories[-1]
+            return (
+                f"no environment gave a verdict in {MAX_BARREN_STEPS} steps; the last said "
+                f"{last.end.value}: {last.detail}"
+            )
+        return ""
+
+    def note(self, record: EvalRecord) -> None:
+        """Stop training once an evaluation is good enough."""
+        if 0 < self.spec.stop_at_success <= record.success:
+            self.is_satisfied = True
+            self.buffer.close()
+
+    # Tasks ------------------------------------------------------------------------------------
+
+    def spawn_rollout(self, rollout: Coroutine[None, None, None]) -> None:
+        """Run a rollout; its failure is the job's."""
+        self._spawn(rollout, self._sampling)
+
+    def spawn_evaluation(self, evaluation: Coroutine[None, None, None]) -> None:
+        self._spawn(evaluation, self.judging)
+
+    async def cancel_tasks(self) -> None:
+        """End all that is in progress; the store knows what to do again."""
+        tasks = [*self._sampling, *self.judging]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _spawn(
+        self, coroutine: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]
+    ) -> None:
+        task = self._tasks.create_task(coroutine)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)

@@ -1,0 +1,96 @@
+"""One flat row per optimizer step, computed from what was consumed and what the trainer said.
+
+`docs/metrics.md` describes every column. Nothing here decides anything: the loop hands over a step's
+groups and outputs, and gets numbers back. Columns that have nothing to average are NaN.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from marlaas.types import Datum, DatumOutput, Group, Trajectory
+
+NAN = float("nan")
+
+
+def of_groups(groups: Sequence[Group], *, version: int, dropped: Mapping[int, str]) -> dict:
+    """Describe the groups that a step at trainer version `version` consumed."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    judged = [trajectory for trajectory in trajectories if trajectory.end.is_trainable]
+    rewards = np.array([trajectory.reward for trajectory in judged])
+    lags = [
+        version - trajectory.min_version
+        for trajectory in trajectories
+        if trajectory.min_version is not None
+    ]
+    sampled = [int(trajectory.loss_mask.sum()) for trajectory in trajectories]
+    row = {
+        "reward_mean": _mean(rewards),
+        "reward_std": float(rewards.std()) if len(rewards) else NAN,
+        "success": _mean([trajectory.is_success for trajectory in judged]),
+        "staleness_mean": _mean(lags),
+        "staleness_max": float(max(lags, default=NAN)),
+        "groups_zero_variance": float(list(dropped.values()).count("zero_variance")),
+        "groups_dropped": float(len(dropped)),
+        "tokens_sampled": float(sum(sampled)),
+        "completion_tokens_mean": _mean(sampled),
+        "turns_mean": _mean([len(trajectory.turns) for trajectory in trajectories]),
+        "truncated": _mean([trajectory.end == "truncated" for trajectory in judged]),
+    }
+    failures = Counter(t.end.value for t in trajectories if not t.end.is_trainable)
+    row |= {f"failed/{kind}": float(count) for kind, count in failures.items()}
+    return row | _of_environment(judged)
+
+
+def _of_environment(judged: Sequence[Trajectory]) -> dict:
+    values: dict[str, list[float]] = {}
+    for trajectory in judged:
+        for name, value in trajectory.metrics.items():
+            values.setdefault(f"env/{name}", []).append(value)
+    return {name: _mean(column) for name, column in values.items()}
+
+
+def of_outputs(data: Sequence[Datum], outputs: Sequence[DatumOutput]) -> dict:
+    """Describe how far the trained policy is from the ones that sampled, token by token.
+
+    With log r = train logprob - sampling logprob of each trained token:
+        k3 = mean(r - 1 - log r), an estimate of KL(sampling || train) that is never negative
+        ess = (sum r)^2 / (n sum r^2), the share of tokens that carry the weighted sum
+    """
+    if not data:
+        return {
+            "tokens_trained": 0.0, "loss": NAN, "log_ratio_mean": NAN, "log_ratio_max": NAN,
+            "k3": NAN, "ess": NAN, "masked_fraction": NAN,
+        }  # fmt: skip
+    log_ratio = np.concatenate(
+        [
+            (output.logprobs - datum.sampling_logprobs)[datum.weights != 0]
+            for datum, output in zip(data, outputs, strict=True)
+        ]
+    ).astype(np.float64)
+    num_tokens = len(log_ratio)
+    ratio = np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    masked = sum(output.counts.get("masked", 0.0) for output in outputs)
+    return {
+        "tokens_trained": float(num_tokens),
+        "loss": float(sum(output.loss for output in outputs)),
+        "log_ratio_mean": _mean(np.abs(log_ratio)),
+        "log_ratio_max": float(np.abs(log_ratio).max(initial=0.0)),
+        "k3": _mean(ratio - 1 - log_ratio),
+        "ess": float(ratio.sum() ** 2 / (num_tokens * (ratio**2).sum())) if num_tokens else NAN,
+        "masked_fraction": masked / num_tokens if num_tokens else NAN,
+    }
+
+
+MAX_LOG_RATIO = 20.0
+"""Log ratios are clamped to it before exp, so that one broken token gives a number and no overflow."""
+
+
+def of_gap(gaps: Sequence[float]) -> dict:
+    """Describe |train - sampling logprob| of re-scored tokens, both under one version."""
+    return {"gap_mean": _mean(gaps), "gap_max": float(max(gaps, default=NAN))}
+
+
+def _mean(values: Sequence[float] | np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else NAN

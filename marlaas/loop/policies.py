@@ -1,0 +1,393 @@
+"""Policies on workers: where each one lives, which of its versions are live, how it comes back.
+
+    absent ─► version 0 created, or loaded from the newest snapshot ─► publish(v) ─► ... ─► removed
+                      ▲                                                   │
+                      └────────────── its worker was lost ────────────────┘
+
+- A version is live from `publish` until no group, step or evaluation can need it: then it is retired.
+- Calls go to the worker that the policy was loaded on. Once that worker was lost they raise
+  `WorkerLost`, even if it is back, until `recover` has loaded the policy again: half a step on the
+  old process and half on the new one cannot happen.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from marlaas import runtime
+from marlaas.errors import PolicyDiverged, WorkerLost
+from marlaas.loop.fairness import CostModel, FairQueue, TokenCounts, WorkerLoad
+from marlaas.store.db import Store
+from marlaas.store.files import VersionFiles
+from marlaas.types import (
+    Capabilities,
+    Completion,
+    GenerateRequest,
+    Generator,
+    Group,
+    JobSpec,
+    TenantId,
+    Trainer,
+    WorkerStats,
+)
+
+MAX_RECOVERIES = 5
+"""Worker losses in a row that a policy sits out before its job gives up."""
+
+
+RATE_PERIOD_S = 2.0
+"""Shortest time between two questions for a worker's rates, which change slowly."""
+
+NOWHERE = -1
+"""Incarnation of no worker: the policy is not loaded."""
+
+
+class Worker(Protocol):
+    """What samples and trains a share of the policies: one process, or a generator and a trainer
+    that carry versions over between them."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def incarnation(self) -> int:
+        """At least 0. Grows whenever the worker starts anew, without any policy."""
+        ...
+
+    @property
+    def generator(self) -> Generator: ...
+
+    @property
+    def trainer(self) -> Trainer: ...
+
+    @property
+    def max_decoding(self) -> int:
+        """Sequences that its decode batch holds."""
+        ...
+
+    @property
+    def kv_capacity_tokens(self) -> int: ...
+
+    async def stats(self) -> WorkerStats: ...
+
+    async def recover(self) -> None:
+        """Return once the worker answers; at once if it does.
+
+        Raises:
+            WorkerLost: it will not come back.
+        """
+        ...
+
+
+class Station:
+    """One worker as the loop sees it: what it samples now, who waits for it, what its work costs."""
+
+    def __init__(self, worker: Worker, weights: Mapping[TenantId, float]) -> None:
+        self.worker = worker
+        self.load = WorkerLoad(worker.max_decoding, worker.kv_capacity_tokens)
+        self.costs = CostModel()
+        self.queue = FairQueue(self.costs.predict_s, weights)
+        self._refreshed_s = runtime.now_s()
+
+    def charge(self, spec: JobSpec, num_trajectories: int) -> float:
+        """Charge the predicted device seconds of a group to its job; return them."""
+        estimate_s = self.costs.predict_s(spec.job_id) * num_trajectories / spec.group_size
+        self.queue.charge(spec, estimate_s)
+        return estimate_s
+
+    def settle(self, spec: JobSpec, group: Group, estimate_s: float, *, is_training: bool) -> None:
+        """Correct the charge to what a finished group cost, and learn from it."""
+        counts = TokenCounts.of(group, is_training=is_training)
+        if is_training:
+            self.costs.learn(spec.job_id, counts)
+        self.queue.charge(spec, self.costs.seconds(counts) - estimate_s)
+
+    async def learn_rates(self) -> None:
+        """Ask the worker how long its work takes, now and then."""
+        if runtime.now_s() - self._refreshed_s >= RATE_PERIOD_S:
+            self._refreshed_s = runtime.now_s()
+            with suppress(WorkerLost):
+                self.costs.learn_rates(await self.worker.stats())
+
+
+class Placement:
+    """Gives each job the station with the least predicted work; a job stays where it is.
+
+    placement = Placement(workers, weights={})
+    station = placement.assign(spec, TokenCounts.guess(spec, max_turns=1))
+    placement.release(spec)                              # the job has ended
+    """
+
+    def __init__(self, workers: Sequence[Worker], weights: Mapping[TenantId, float]) -> None:
+        self.stations = [Station(worker, weights) for worker in workers]
+        self._lost: set[str] = set()
+        self._assigned: dict[str, tuple[Station, float]] = {}
+
+    def assign(self, spec: JobSpec, counts: TokenCounts) -> Station:
+        """Return the station where a job is to live; `counts` is what one of its groups needs.
+
+        Raises:
+            WorkerLost: no worker is left.
+        """
+        work_s = {station.worker.name: 0.0 for station in self.stations}
+        for station, seconds in self._assigned.values():
+            work_s[station.worker.name] += seconds
+        alive = [station for station in self.stations if station.worker.name not in self._lost]
+        if not alive:
+            raise WorkerLost("no engine worker is left")
+        station = min(alive, key=lambda station: work_s[station.worker.name])
+        predicted_s = station.costs.seconds(counts) * spec.steps * spec.prompts_per_step
+        self._assigned[spec.job_id] = (station, predicted_s)
+        station.costs.expect(spec.job_id, counts)
+        return station
+
+    def station_of(self, spec: JobSpec) -> Station:
+        return self._assigned[spec.job_id][0]
+
+    def move(self, spec: JobSpec) -> Station:
+        """Give up a job's station, which will not come back, and return another one."""
+        station = self.station_of(spec)
+        self._lost.add(station.worker.name)
+        station.queue.forget(spec)
+        return self.assign(spec, station.costs.forget(spec.job_id))
+
+    def release(self, spec: JobSpec) -> None:
+        """A job has ended."""
+        station, _ = self._assigned.pop(spec.job_id)
+        station.queue.forget(spec)
+        station.costs.forget(spec.job_id)
+
+
+class PolicyGenerator:
+    """The generator of one policy for one group, as long as its worker lives; counts what it samples.
+
+    A place is reserved for each of the group's sequences until its first turn; `close` gives back
+    the places of sequences that never came to one.
+    """
+
+    def __init__(
+        self, station: Station, incarnation: int, num_sequences: int, on_leave: Callable[[], None]
+    ) -> None:
+        self._station = station
+        self._incarnation = incarnation
+        self._num_reserved = num_sequences
+        self._on_leave = on_leave
+        station.load.num_reserved += num_sequences
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._station.worker.generator.capabilities
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self._unreserve(min(1, self._num_reserved))
+        kv_tokens = len(request.tokens) + request.sampling.max_tokens
+        with self._station.load.sampling(kv_tokens, self._on_leave):
+            if not self._is_bound:
+                raise WorkerLost(f"{self._station.worker.name} was started anew")
+            return await self._station.worker.generator.generate(request)
+
+    async def release(self, sequence_ids: Sequence[str]) -> None:
+        if self._is_bound:
+            with suppress(WorkerLost):  # nothing is left to free
+                await self._station.worker.generator.release(sequence_ids)
+
+    def close(self) -> None:
+        """The group is over: no place is reserved any more."""
+        self._unreserve(self._num_reserved)
+        self._on_leave()
+
+    @property
+    def _is_bound(self) -> bool:
+        return self._station.worker.incarnation == self._incarnation
+
+    def _unreserve(self, count: int) -> None:
+        self._num_reserved -= count
+        self._station.load.num_reserved -= count
+
+
+class Policy:
+    """One policy: its place, its newest version and the older ones that are still live.
+
+    The train stage calls `trainer` verbs, then `publish` and `retire`; the rollout stage asks for a
+    `generator`; evaluations `hold` the version they need. Whoever sees `WorkerLost` awaits `recover`.
+
+        policy = Policy(spec, placement, store, on_room=wake)
+        await policy.start(oldest_needed=0)
+        result = await policy.trainer.optim_step(spec.policy_id, adam, policy.snapshot_path(1))
+        store.commit_step(...)                                # durable before visible
+        await policy.publish(result.version)
+        await policy.retire(oldest_needed=result.version)
+    """
+
+    def __init__(
+        self, spec: JobSpec, placement: Placement, store: Store, on_room: Callable[[], None]
+    ) -> None:
+        self.version = 0
+        self._spec = spec
+        self._placement = placement
+        self._store = store
+        self._on_room = on_room
+        self._live: set[int] = set()
+        self._held: Counter[int] = Counter()
+        self._oldest_needed = 0
+        self._incarnation = NOWHERE
+        self._lock = asyncio.Lock()
+
+    # Where ----------------------------------------------------------------------------------
+
+    @property
+    def station(self) -> Station:
+        return self._placement.station_of(self._spec)
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that holds this policy. Fetch it anew for every call.
+
+        Raises:
+            WorkerLost: the worker went away since the policy was loaded.
+        """
+        worker = self.station.worker
+        if worker.incarnation != self._incarnation:
+            raise WorkerLost(f"{worker.name} does not hold {self._spec.policy_id}")
+        return worker.trainer
+
+    def generator(self, num_sequences: int) -> PolicyGenerator:
+        """Return the generator of one group, bound to the worker that holds the policy now."""
+        return PolicyGenerator(self.station, self._incarnation, num_sequences, self._on_room)
+
+    def snapshot_path(self, version: int) -> str:
+        """Return where the training state of a version is to be written."""
+        return self._files(version).prepare().state
+
+    # Life -----------------------------------------------------------------------------------
+
+    async def start(self, oldest_needed: int) -> None:
+        """Create the policy, or load its newest durable version and the older ones still needed."""
+        self._oldest_needed = oldest_needed
+        await self.recover()
+
+    async def recover(self) -> None:
+        """Return once the policy is live on a worker, at the newest durable version.
+
+        Raises:
+            WorkerLost: workers were lost again and again, or none is left.
+        """
+        async with self._lock:
+            for _ in range(MAX_RECOVERIES):
+                try:
+                    await self.station.worker.recover()
+                except WorkerLost:
+                    self._placement.move(self._spec)
+                    continue
+                if self.station.worker.incarnation == self._incarnation:
+                    return
+                incarnation = self.station.worker.incarnation
+                try:
+                    await self._bring_back(self.station.worker.trainer)
+                except WorkerLost:
+                    continue
+                self._incarnation = incarnation
+                return
+            raise WorkerLost(f"{self._spec.policy_id}: lost {MAX_RECOVERIES} times in a row")
+
+    async def publish(self, version: int) -> None:
+        """Make the committed version the one that new rollouts use; keep its adapter as a folder."""
+        try:
+            await self.trainer.publish(self._spec.policy_id, version)
+            self.version = version
+            self._live.add(version)
+        except WorkerLost:
+            await self.recover()  # loads what was committed, live
+        assert self.version == version
+
+    async def keep_adapter(self) -> None:
+        """Write the newest version as a PEFT folder, and forget those that nobody will ask for."""
+        try:
+            await self._save_adapter(self.trainer, self.version)
+        except WorkerLost:
+            await self.recover()  # writes it too
+        self._store.prune_adapters(self._spec.tenant, self._spec.name, self._kept_versions())
+
+    async def retire(self, oldest_needed: int) -> None:
+        """Let go of live versions before `oldest_needed` that nobody holds."""
+        self._oldest_needed = oldest_needed
+        for version in sorted(self._live):
+            if version < min(oldest_needed, self.version) and not self._held[version]:
+                self._live.discard(version)
+                try:
+                    await self.trainer.retire(self._spec.policy_id, version)
+                except WorkerLost:
+                    return  # with the worker every version went; whoever needs one recovers
+
+    def is_live(self, version: int) -> bool:
+        return version in self._live
+
+    def hold(self, version: int) -> None:
+        """Keep a version live and its adapter on disk, for an evaluation, until `let_go`."""
+        self._held[version] += 1
+
+    def let_go(self, version: int) -> None:
+        self._held[version] -= 1
+
+    async def remove(self) -> None:
+        """Forget the policy; its place becomes free."""
+        with suppress(WorkerLost):
+            await self.trainer.remove(self._spec.policy_id)
+        self._live.clear()
+        self._incarnation = NOWHERE
+
+    # ----------------------------------------------------------------------------------------
+
+    async def _bring_back(self, trainer: Trainer) -> None:
+        spec, step = self._spec, self._stored_step()
+        if step == 0:
+            adapter_hash = await trainer.create(spec.policy_id, spec.adapter)
+            self._store.add_first_version(spec.tenant, spec.name, adapter_hash)
+        else:
+            result = await trainer.load(spec.policy_id, self._files(step).state)
+            adapter_hash = result.adapter_hash
+        versions = {row.version: row for row in self._store.versions(spec.tenant, spec.name)}
+        if adapter_hash != versions[step].adapter_hash:
+            raise PolicyDiverged(
+                f"version {step} came back as {adapter_hash}, committed was "
+                f"{versions[step].adapter_hash}"
+            )
+        self.version = step
+        self._live = {step}
+        if not versions[step].has_adapter:
+            await self._save_adapter(trainer, step)
+        for version in sorted(self._needed(step)):
+            if versions[version].has_adapter:
+                folder = self._files(version).adapter
+                await trainer.load_version(spec.policy_id, version, folder)
+                self._live.add(version)
+
+    def _needed(self, step: int) -> set[int]:
+        """Return the older versions to bring back: held ones, and those a fixed lag asks for."""
+        held = {version for version, count in self._held.items() if count}
+        lag = range(self._oldest_needed, step) if self._spec.is_seeded else ()
+        return {version for version in (*held, *lag) if version < step}
+
+    async def _save_adapter(self, trainer: Trainer, version: int) -> None:
+        files = self._files(version).prepare()
+        await trainer.save_adapter(self._spec.policy_id, version, files.adapter)
+        self._store.keep_adapter(self._spec.tenant, self._spec.name, version)
+
+    def _kept_versions(self) -> set[int]:
+        """Return the versions whose adapters stay: first, best, newest, held, and those that a
+        fixed-lag schedule would need after a restart."""
+        spec = self._spec
+        evaluations = self._store.evaluations(spec.tenant, spec.name)
+        best = max(evaluations, key=lambda record: record.success, default=None)
+        num_newest = max(spec.keep_versions, spec.max_staleness + 2 if spec.is_seeded else 1)
+        newest = range(max(0, self.version - num_newest + 1), self.version + 1)
+        held = (version for version, count in self._held.items() if count)
+        return {0, *newest, *held, *([best.version] if best else [])}
+
+    def _stored_step(self) -> int:
+        return self._store.job(self._spec.tenant, self._spec.name).step
+
+    def _files(self, version: int) -> VersionFiles:
+        return self._store.files.version(self._spec.tenant, self._spec.name, version)
