@@ -285,7 +285,7 @@ class BatchGenerator:
         return _DecodeBatch(
             epoch=self.pool.decode_epoch,
             sequences=sequences,
-            context=DecodeContext(self.pool),
+            context=DecodeContext(self.pool, is_exact=self.is_exact),
             lora=self._lora_batch(
                 [*(Segment(s.slot, 1) for s in sequences), Segment(None, num_missing)]
             ),

@@ -33,6 +33,10 @@ LENGTH_STEP = 64
 """Attention lengths are rounded up to it. Masked positions then change no bit of a result (any
 multiple of 8 would do; a larger step changes shapes less often)."""
 
+EXACT_MAX_QUERIES = 3
+"""With more query heads to one product, its sum over 192 positions and that over 256 are cut into
+different pieces: the rounding would depend on the longest neighbour (measured, see the tests)."""
+
 
 class SlabKind(IntEnum):
     """What a slab is used for. The order is the order of rows in a class."""
@@ -347,7 +351,8 @@ class DecodeContext:
     of the pass past the last slab are padding; their output is zero.
     """
 
-    def __init__(self, pool: SlabPool) -> None:
+    def __init__(self, pool: SlabPool, *, is_exact: bool = False) -> None:
+        self._is_exact = is_exact
         self.parts: list[_DecodePart] = []
         first = 0
         for home in pool.classes:
@@ -369,8 +374,8 @@ class DecodeContext:
             outs.append(torch.zeros_like(q_NHE[self.num_rows :]))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    @staticmethod
     def _attend(
+        self,
         part: _DecodePart,
         layer_idx: int,
         q_NHE: Tensor,
@@ -378,14 +383,27 @@ class DecodeContext:
         v_NGE: Tensor,
         scaling: float,
     ) -> Tensor:
-        keys_BGLE, values_BGLE = part.views[layer_idx]
-        q_BGQE = q_NHE[part.own].unflatten(1, (k_NGE.shape[1], -1))
         new_2BGE = torch.cat([k_NGE[part.own], v_NGE[part.own]])
         part.stores[layer_idx].index_copy_(0, part.index_2B, new_2BGE.flatten(1))
-        out_BGQE = F.scaled_dot_product_attention(
-            q_BGQE, keys_BGLE, values_BGLE, attn_mask=part.mask_B11L, scale=scaling
+        keys_BGLE, values_BGLE = part.views[layer_idx]
+        # Query heads of one key-value head are rows of one product: Q of them, or fewer if exact.
+        num_queries = q_NHE.shape[1] // k_NGE.shape[1]
+        num_rows = (
+            _largest_divisor(num_queries, EXACT_MAX_QUERIES) if self._is_exact else num_queries
         )
-        return out_BGQE.flatten(1, 2)
+        out_BHQE = F.scaled_dot_product_attention(
+            q_NHE[part.own].unflatten(1, (-1, num_rows)),
+            keys_BGLE,
+            values_BGLE,
+            attn_mask=part.mask_B11L,
+            scale=scaling,
+            enable_gqa=num_rows < num_queries,
+        )
+        return out_BHQE.flatten(1, 2)
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(n for n in range(1, most + 1) if number % n == 0)
 
 
 def _mask(is_visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -149,7 +149,7 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, position_N: np.ndarray) -> S
     inside_mass_NB = inside_NB.cumsum(-1, dtype=torch.float64)
     rest_N1 = _below(target_N1 - before_N1, inside_mass_NB)
     place_N1 = torch.searchsorted(inside_mass_NB, rest_N1, right=True).clamp_(max=_BLOCK - 1)
-    token_N = (block_N1 * _BLOCK + place_N1)[:, 0]
+    token_N = (block_N1 * _BLOCK + place_N1)[:, 0].clamp_(max=vocab_size - 1)
     if greedy_token is not None:
         token_N[batch.greedy_N] = greedy_token
     chosen_N = weight_NV.gather(1, token_N[:, None])[:, 0].double()
