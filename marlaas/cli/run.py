@@ -139,6 +139,11 @@ def _plan(
         "mode": args.mode,
     }
     section = replace(section, **{name: value for name, value in flags.items() if value})
+    if section.placement is Placement.SPLIT and section.workers == 1:
+        raise InvalidRequest(
+            "placement split: got 1 worker; expected at least 2, since one trains and the others "
+            "sample"
+        )
     return Plan(specs=file.jobs, section=section, out=out, is_resumed=is_resumed)
 
 

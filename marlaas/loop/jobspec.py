@@ -199,7 +199,8 @@ def whole_number(low: int, high: int) -> Reader:
 
     def read(value: Any, _: Place) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise Refused(f"got {_shown(value)}; expected a whole number from {low} to {high}")
+            expected = f"expected a whole number from {low} to {high}"
+            raise Refused(f"got {_shown(value)}; {expected}{_unquoted(value)}")
         return value
 
     return read
@@ -212,10 +213,16 @@ def number(low: float, high: float, *, is_open: bool = False) -> Reader:
     def read(value: Any, _: Place) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not low <= value <= high or (is_open and value == low):
-            raise Refused(f"got {_shown(value)}; expected a number {span}")
+            raise Refused(f"got {_shown(value)}; expected a number {span}{_unquoted(value)}")
         return float(value)
 
     return read
+
+
+def _unquoted(value: object) -> str:
+    """Return a hint for a number that was written as text."""
+    is_quoted = isinstance(value, str) and re.fullmatch(r"[-+.0-9eE]*[0-9][-+.0-9eE]*", value)
+    return ", without quotes" if is_quoted else ""
 
 
 def choice(*names: str) -> Reader:
@@ -341,7 +348,7 @@ _JOB_KNOBS: Mapping[str, Reader] = {
     "rollout": choice("pinned", "in_flight"),
     "seeded": _read_flag,
     "straggler_deadline_s": number(0, 86_400, is_open=True),
-    "seed": whole_number(0, 2**62),
+    "seed": whole_number(0, 2**32 - 1),
     "keep_versions": whole_number(0, 10_000),
     "replicate": whole_number(1, 1024),
 }
@@ -397,6 +404,8 @@ class Draft:
 
     values: Mapping[str, Any] = field(default_factory=dict)
     bad: frozenset[str] = frozenset()
+    inherited: frozenset[str] = frozenset()
+    """Knobs that `defaults` gave."""
 
     @property
     def is_clean(self) -> bool:
@@ -424,7 +433,11 @@ class Draft:
     def over(self, defaults: "Draft") -> "Draft":
         """Return these knobs with the missing ones taken from `defaults`."""
         own = self.values.keys() | self.bad
-        return Draft(values={**defaults.values, **self.values}, bad=self.bad | defaults.bad - own)
+        return Draft(
+            values={**defaults.values, **self.values},
+            bad=self.bad | defaults.bad - own,
+            inherited=frozenset(defaults.values.keys() - own),
+        )
 
 
 def _read_run(mapping: object, place: Place) -> RunSection:
@@ -476,7 +489,8 @@ def _read_job(draft: Draft, place: Place, max_context: int | None) -> list[JobSp
     spec = _make_spec(values)
     for knobs, fault in _RULES:
         if draft.bad.isdisjoint(knobs) and (problem := fault(spec)):
-            (place / knobs[0]).refuse(problem)
+            source = ", from `defaults`" if knobs[0] in draft.inherited else ""
+            (place / knobs[0]).refuse(problem + source)
     limit = max_context if "max_tokens" not in draft.bad else None
     if limit is not None and spec.max_tokens >= limit:
         (place / "max_tokens").refuse(

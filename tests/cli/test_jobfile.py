@@ -36,7 +36,7 @@ def test_a_number_may_have_a_bare_exponent(tmp_path):
 def test_no_is_a_name_and_a_leading_zero_is_no_octal(tmp_path):
     text = "jobs: [{tenant: no, name: 2026-01-01, env: {family: math}, rank: 010}]"
     assert problems_of(tmp_path, text) == [
-        "jobs[0].rank: got '010'; expected a whole number from 1 to 64 (line 1)"
+        "jobs[0].rank: got '010'; expected a whole number from 1 to 64, without quotes (line 1)"
     ]
 
 

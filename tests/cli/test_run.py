@@ -49,6 +49,11 @@ def test_flags_win_over_the_files_run_section(jobs):
     assert (section.workers, section.placement, section.mode) == (3, Placement.SPLIT, "lockstep")
 
 
+def test_split_needs_two_workers(jobs):
+    with pytest.raises(InvalidRequest, match="at least 2"):
+        plan_of("sums.yaml", "--workers", "1", "--placement", "split")
+
+
 def test_a_run_without_out_gets_the_next_free_folder(jobs):
     assert plan_of("sums.yaml").out == Path("runs/sums")
     begin("sums.yaml")

@@ -270,6 +270,19 @@ def test_a_fault_in_the_defaults_is_reported_once_and_hides_none_in_the_jobs():
     ]
 
 
+def test_a_rule_that_a_default_breaks_says_so():
+    (problem,) = problems_of({"defaults": {"group_size": 1}, "jobs": [SUMS]})
+    assert problem.startswith("jobs[0].group_size: got 1; expected at least 2")
+    assert problem.endswith("from `defaults`")
+
+
+def test_a_number_written_as_text_gets_a_hint():
+    assert problems_with(learning_rate="2e-3", steps="20") == [
+        "jobs[0].steps: got '20'; expected a whole number from 1 to 100000, without quotes",
+        "jobs[0].learning_rate: got '2e-3'; expected a number above 0, at most 1, without quotes",
+    ]
+
+
 def test_a_rule_between_knobs_keeps_quiet_when_one_of_them_was_refused():
     problems = problems_with(stop_at_success=0.5, eval_every="often")
     assert [problem.split(":")[0] for problem in problems] == ["jobs[0].eval_every"]
