@@ -464,7 +464,7 @@ class EngineHost:
                 num_waiting=generator.num_waiting,
                 num_parked=generator.num_parked,
                 kv_tokens=generator.kv_tokens,
-                kv_capacity_tokens=generator.kv_capacity_tokens,
+                kv_capacity_tokens=generator.pool.capacity_tokens,
                 rss_bytes=rss_bytes(),
             )
         )

@@ -21,6 +21,7 @@ RECEIVE_BYTES = 1 << 20
 def build_host(settings: EngineSettings) -> tuple[EngineHost, dict[str, float]]:
     """Load the base, check it against the stock model, and build the engine around it."""
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from marlaas.engine.generator import BatchGenerator
     from marlaas.engine.self_check import check_base
@@ -28,6 +29,7 @@ def build_host(settings: EngineSettings) -> tuple[EngineHost, dict[str, float]]:
     from marlaas.model.base import load_base
     from marlaas.text.chat import ChatTokenizer
 
+    disable_progress_bar()
     torch.set_num_threads(settings.num_threads)
     base = load_base(
         settings.base_folder, dtype=getattr(torch, settings.dtype), device=settings.device

@@ -1,0 +1,135 @@
+"""The jobs that benchmarks run: a third from each family, tokens and latency as documented.
+
+Tokens and turns on `tiny` (measured, see `docs/benchmarks.md`): math 1 turn, code 1 turn, search 2
+to 3 turns; every environment call waits a log-normal time.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from marlaas.bench.machine import progress
+from marlaas.config import Placement
+from marlaas.launch import RunSummary, run_jobs
+from marlaas.store.db import Store
+from marlaas.types import (
+    EvalRecord,
+    Group,
+    JobSpec,
+    JobState,
+    Latency,
+    StepRecord,
+    TenantId,
+)
+
+FAMILIES = ("math", "code", "search")
+
+MAX_TOKENS = {"math": 48, "code": 40, "search": 32}
+"""Most tokens per turn: what the longest right answers of each family need, with room."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One kind of job mix."""
+
+    steps: int = 6
+    prompts_per_step: int = 4
+    group_size: int = 8
+    latency: Latency = field(default_factory=lambda: Latency(median_s=0.5, sigma=1.0))
+    max_staleness: int = 4
+    eval_prompts: int = 0
+    families: tuple[str, ...] = FAMILIES
+
+    def job(self, number: int, **changes: object) -> JobSpec:
+        """Return job `number` of the mix; families take turns, every job has its own tenant."""
+        family = self.families[number % len(self.families)]
+        fields: dict[str, object] = {
+            "tenant": TenantId(f"tenant-{number:03d}"),
+            "name": family,
+            "env": {"family": family},
+            "steps": self.steps,
+            "prompts_per_step": self.prompts_per_step,
+            "group_size": self.group_size,
+            "max_staleness": self.max_staleness,
+            "max_tokens": MAX_TOKENS[family],
+            "latency": self.latency,
+            "eval_prompts": self.eval_prompts,
+            "seed": number,
+            **changes,
+        }
+        return JobSpec(**fields)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """What a finished job left in the store."""
+
+    spec: JobSpec
+    steps: tuple[StepRecord, ...]
+    evaluations: tuple[EvalRecord, ...]
+
+
+class Silent:
+    """A `JobObserver` that shows how many steps are done, and fails the benchmark with a job."""
+
+    def __init__(self, label: str, num_steps: int) -> None:
+        self._label = label
+        self._num_steps = num_steps
+        self._num_done = 0
+
+    def job_state(self, spec: JobSpec, state: JobState, reason: str) -> None:
+        if state.is_terminal and state is not JobState.DONE:
+            raise RuntimeError(f"job {spec.job_id} ended as {state}: {reason}")
+
+    def step_done(self, spec: JobSpec, record: StepRecord) -> None:
+        self._num_done += 1
+        progress(f"{self._label}: step {self._num_done} of {self._num_steps}")
+
+    def eval_done(self, spec: JobSpec, record: EvalRecord) -> None:
+        pass
+
+    def group_done(self, spec: JobSpec, group: Group) -> None:
+        pass
+
+
+async def run_mix(
+    specs: Sequence[JobSpec],
+    *,
+    label: str,
+    base: str = "tiny",
+    num_workers: int | None = None,
+    placement: Placement = Placement.REPLICATED,
+    mode: str = "async",
+) -> tuple[RunSummary, list[JobResult]]:
+    """Run jobs in a temporary run folder; return where the time went, and their records."""
+    with _temporary_folder() as out:
+        summary = await run_jobs(
+            specs,
+            base=base,
+            out=out,
+            num_workers=num_workers,
+            placement=placement,
+            mode=mode,
+            observer=Silent(label, sum(spec.steps for spec in specs)),
+        )
+        store = Store(out)
+        try:
+            results = [
+                JobResult(
+                    spec=spec,
+                    steps=tuple(store.steps(spec.tenant, spec.name)),
+                    evaluations=tuple(store.evaluations(spec.tenant, spec.name)),
+                )
+                for spec in specs
+            ]
+        finally:
+            store.close()
+    return summary, results
+
+
+@contextmanager
+def _temporary_folder():
+    with tempfile.TemporaryDirectory(prefix="marlaas-bench-") as folder:
+        yield Path(folder)
