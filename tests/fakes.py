@@ -1,8 +1,8 @@
 """Fakes that behave: a policy that really learns, workers with virtual latencies, tools that stall.
 
-The fake base model knows a few letters and no context: a policy is one logit per letter, so sampling,
-logprobs and policy gradients are exact and cheap. Everything takes time on the running loop's clock,
-so that under `runtime.run_virtual` hours pass in milliseconds. Snapshots are real files.
+The fake base model knows a few letters and no context: a policy is one logit per letter, so
+sampling, logprobs and policy gradients are exact and cheap. Everything takes time on the running
+loop's clock, so that under `runtime.run_virtual` hours pass in milliseconds. Snapshots are files.
 """
 
 import asyncio
@@ -132,9 +132,7 @@ class ScriptedEnv:
             raise ValueError("a bug in the environment")
         if is_last or self._turn == family.max_turns or rng.random() < 0.2:
             is_success = "y" in reply
-            return EnvStep(
-                reward=float(is_success), is_success=is_success, metrics={"format": 1.0}
-            )
+            return EnvStep(reward=float(is_success), is_success=is_success, metrics={"format": 1.0})
         return EnvStep(messages=(Message("tool", f"turn {self._turn}, go on"),))
 
     async def close(self) -> None:
@@ -274,6 +272,7 @@ class FakeWorker:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         policy = self._policy(request.policy_id)
+        self.kept_sequences.discard(request.sequence_id)
         assert request.version in policy.live, f"{request.policy_id} v{request.version} not live"
         pinned = policy.live[request.version]
         async with self._seats:
@@ -296,9 +295,7 @@ class FakeWorker:
         versions = np.full(len(tokens), request.version, dtype=np.int32)
         return self._completion(request, tokens, logprobs, stop_reason, versions, hash_of(pinned))
 
-    async def _generate_in_flight(
-        self, request: GenerateRequest, policy: FakePolicy
-    ) -> Completion:
+    async def _generate_in_flight(self, request: GenerateRequest, policy: FakePolicy) -> Completion:
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []

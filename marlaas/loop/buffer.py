@@ -6,9 +6,9 @@
 
 The staleness rule, and why it holds
 ------------------------------------
-P groups make a step, S is the bound. A step at trainer version v trains on a group of version w with
-staleness v - w, so the group must be taken at a version of at most w + S, its *deadline*. Call a
-set of groups *safe at v* if for every j >= 0
+P groups make a step, S is the bound. A step at trainer version v trains on a group of version w
+with staleness v - w, so the group must be taken at a version of at most w + S, its *deadline*. Call
+a set of groups *safe at v* if for every j >= 0
 
     #{groups with deadline <= v + j}  <=  P (j + 1),                                          (*)
 
@@ -19,8 +19,8 @@ that is, if steps of P groups can take them all in time, earliest deadline first
   the group was trained on *and* the new version published, so "the version now" cannot run ahead.
 - A step goes ahead only if what it leaves behind is safe at v + 1. If it is not, it waits for the
   unfinished groups with the earliest deadlines, and at the straggler deadline they are cut, which
-  finishes them. Once the P earliest are finished, taking them leaves the others safe: of the at most
-  P (j + 2) groups with deadline <= v + 1 + j, P are gone (or all, if there were fewer).
+  finishes them. Once the P earliest are finished, taking them leaves the others safe: of the at
+  most P (j + 2) groups with deadline <= v + 1 + j, P are gone (or all, if there were fewer).
 
 Hence at v + 1 the held groups are safe again, j = 0 says that whatever is due can be taken, and no
 group is ever trained on past its deadline. With S = 0 this is exact on-policy training.
@@ -83,7 +83,7 @@ class Buffer:
     # Admission ----------------------------------------------------------------------------
 
     def restore(self, version: int, consumed: Sequence[int], finished: Sequence[Group]) -> None:
-        """Start from the durable record: trainer version, consumed indices, groups to be trained."""
+        """Start from the durable record: version, consumed indices, groups still to be trained."""
         self.version = version
         self._finished = {group.index: group for group in finished}
         known = {*consumed, *self._finished}
@@ -110,6 +110,7 @@ class Buffer:
         else:
             self._next_index += 1
         self._open[ticket.index] = ticket.version
+        assert self.num_held <= self.num_slots
 
     # Rollout ------------------------------------------------------------------------------
 

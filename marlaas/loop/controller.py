@@ -4,26 +4,28 @@
                 ▲                                                                          │
                 └──────────────────── new version, free slots ─────────────────────────────┘
 
-    | stage   | takes                              | gives                        | waits for        |
-    |---------|------------------------------------|------------------------------|------------------|
-    | admit   | jobs that could open a group       | a group plan                 | room on a worker |
-    | rollout | a group plan                       | a finished group, stored     | device and tools |
-    | train   | P finished groups within the bound | the outcome of a step        | its own groups   |
-    | publish | an outcome                         | a durable, then live version | the store        |
+    | stage   | takes                        | gives                        | may wait for       |
+    |---------|------------------------------|------------------------------|--------------------|
+    | admit   | jobs that could open a group | a group plan                 | room on a worker   |
+    | rollout | a group plan                 | a finished group, stored     | device and tools   |
+    | train   | P groups within the bound    | the outcome of a step        | groups of that job |
+    | publish | an outcome                   | a durable, then live version | the store          |
 
-- A job moves when *its* event fires: a turn returned, a group finished, a version published. Nobody polls.
-- Durable before visible: groups are stored before they are trained on, a step before it is published.
-- Four fates: a bad request fails its job, a bad rollout is recorded on its trajectory, a lost worker's
-  work is retried, a broken invariant ends the process, and the store brings everything back.
+- A job moves when *its* event fires: a turn returned, a group finished, a version published. Nobody
+  polls, and no stage waits for another job's stage.
+- Durable before visible: a group is stored before it is trained on, a step before it is published.
+- Four fates: a bad request fails its job, a bad rollout is recorded on its trajectory, a lost
+  worker's work is done again, a broken invariant ends the process, and the store brings all back.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from marlaas.envs.base import Family
+from marlaas.envs.latency import with_latency
 from marlaas.errors import MarlaasError, PolicyDiverged, WorkerLost
 from marlaas.loop import algorithms
 from marlaas.loop.evaluation import Evaluation, is_due
@@ -43,9 +45,6 @@ from marlaas.types import (
     TenantId,
 )
 
-GAP_BOUND = 1e-3
-"""Most |train - sampling logprob| under one version in fp32; measured gaps lie below 1e-4."""
-
 
 class Mode(StrEnum):
     """How jobs share the machine."""
@@ -56,8 +55,18 @@ class Mode(StrEnum):
     """The old way, for comparison: one job after another; sample, wait for all, train, publish."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """The operator's settings of the loop."""
+
+    weights: Mapping[TenantId, float] = field(default_factory=dict)
+    """Share of the machine per tenant, relative to the others; 1 if not named."""
+    gap_bound: float = 1e-3
+    """Most |train - sampling logprob| under one version; in fp32 measured gaps lie below 1e-4."""
+
+
 class Controller:
-    """Runs jobs to their end: constructed -> `run` -> every job terminal, or `stop`ped at a boundary.
+    """Runs jobs: constructed -> `run` -> every job terminal, or `stop`ped at step boundaries.
 
     A controller on a store with unfinished jobs goes on with them.
 
@@ -75,16 +84,15 @@ class Controller:
         *,
         make_family: Callable[[JobSpec], Family],
         observer: JobObserver | None = None,
-        weights: Mapping[TenantId, float] | None = None,
         mode: Mode = Mode.ASYNC,
-        gap_bound: float = GAP_BOUND,
+        settings: LoopSettings | None = None,
     ) -> None:
         self._store = store
-        self._placement = Placement(workers, weights or {})
+        self._settings = settings or LoopSettings()
+        self._placement = Placement(workers, self._settings.weights)
         self._tokenizer = tokenizer
         self._make_family = make_family
         self._observers = [observer] if observer else []
-        self._gap_bound = gap_bound
         self._mode = mode
         self._turn = asyncio.Semaphore(1) if mode is Mode.LOCKSTEP else nullcontext()
         self._jobs: dict[JobId, Job] = {}
@@ -107,14 +115,15 @@ class Controller:
     async def run(self) -> None:
         """Run every unfinished job of the store to its end, or until `stop`."""
         unfinished = [row.spec for row in self._store.all_jobs() if not row.state.is_terminal]
-        admission = asyncio.create_task(self._admit())
         try:
-            async with asyncio.TaskGroup() as self._tasks:
-                for spec in unfinished:
-                    self._tasks.create_task(self._run_job(spec))
+            async with asyncio.TaskGroup() as stages:
+                admission = stages.create_task(self._admit())
+                async with asyncio.TaskGroup() as self._tasks:
+                    for spec in unfinished:
+                        self._tasks.create_task(self._run_job(spec))
+                admission.cancel()
         finally:
             self._tasks = None
-            admission.cancel()
 
     def stop(self) -> None:
         """Let running steps end and `run` return; nothing that was finished is lost."""
@@ -162,8 +171,7 @@ class Controller:
             outcome = await self._step(job, groups)
             record = self._commit(job, groups, outcome)
             await self._publish(job, record)
-            if reason := job.diagnose(record, groups):
-                raise PolicyDiverged(reason)
+            job.check_progress(record, groups)
 
     async def _publish(self, job: Job, record: StepRecord) -> None:
         """Let new rollouts use a committed step; free what only older versions needed."""
@@ -213,7 +221,7 @@ class Controller:
             return False
         if self._mode is Mode.LOCKSTEP:
             spec = replace(spec, max_staleness=0)
-        family = self._make_family(spec)
+        family = with_latency(self._make_family(spec), spec.latency, spec.seed)
         self._placement.assign(spec, TokenCounts.guess(spec, family.max_turns))
         policy = Policy(spec, self._placement, self._store, on_room=self._wake.set)
         job = self._jobs[spec.job_id] = Job(spec, family, policy, tasks)
@@ -276,7 +284,7 @@ class Controller:
             self._wake.set()
 
     def _open_group(self, job: Job, station: Station) -> None:
-        """Open what a job opens next, and charge it; a job with nothing to open leaves the queue."""
+        """Open what a job opens next and charge it; one with nothing to open leaves the queue."""
         plan = job.next_plan()
         if plan is None:
             station.queue.discard(job.spec)
@@ -300,7 +308,7 @@ class Controller:
         while True:
             try:
                 return await train(
-                    job.policy, job.spec, job.algorithm, groups, gap_bound=self._gap_bound
+                    job.policy, job.spec, job.algorithm, groups, gap_bound=self._settings.gap_bound
                 )
             except WorkerLost:
                 await job.policy.recover()

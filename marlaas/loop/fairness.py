@@ -1,12 +1,13 @@
-"""Who may open the next group: deficit round robin in predicted device seconds, while there is room.
+"""Who may open the next group: deficit round robin in device seconds, while there is room.
 
     group opened ─► its predicted cost is charged      group finished ─► settled on what it cost
 
 - Tenants share a worker in proportion to their weights, however many jobs or samples each brings;
-  a tenant's jobs share its part equally. Cost is device time, so long and short groups are compared.
+  a tenant's jobs share its part equally. Cost is device time, so long and short groups compare.
 - Only jobs that could open a group now stand in the queue: those that wait cost nothing, and an
   admission takes the same time at ten tenants and at a thousand.
-- A sequence counts against a worker only while it samples. When its tool runs, others fill the hole.
+- A sequence counts against a worker only while it samples: when its tool runs, others fill the
+  hole.
 """
 
 from collections import deque
@@ -109,8 +110,8 @@ class DeficitRing(Generic[K]):
 class FairQueue:
     """The jobs of one worker that could open a group now: tenants by weight, then their jobs.
 
-    The controller adds a job when it becomes able to open a group, discards it when it no longer is,
-    and asks `next` while the worker has room.
+    The controller adds a job when it becomes able to open a group, discards it when it no longer
+    is, and asks `next` while the worker has room.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class TokenCounts:
 
     @classmethod
     def guess(cls, spec: JobSpec, max_turns: int) -> "TokenCounts":
-        """Guess before anything was seen: replies of half their limit, as long as what they answer."""
+        """Guess, before anything was seen, replies of half their limit and prompts as long."""
         decode = spec.group_size * max_turns * spec.max_tokens / 2
         return cls(prefill=decode, decode=decode, train=2 * decode)
 
@@ -208,7 +209,7 @@ class CostModel:
     """Tokens of a kind that a worker must have processed before its rate is believed."""
 
     def __init__(self) -> None:
-        # Seconds per token of a 1-2 M parameter base on one core; only their ratios matter at first.
+        # Of a base of 1-2 M parameters on one core; at first only their ratios matter.
         self._rates_s = {"prefill": 2e-4, "decode": 1e-3, "train": 4e-4}
         self._counts: dict[JobId, TokenCounts] = {}
 
@@ -257,9 +258,9 @@ class CostModel:
 class WorkerLoad:
     """What a worker samples right now, against what it can hold: the admission stage's one gate.
 
-    A sequence enters when its turn goes to the generator and leaves when the turn comes back, so one
-    that waits for a tool takes no room. Turns that come back from a tool are never refused; they may
-    overfill a worker, whose own queue then holds them.
+    A sequence enters when its turn goes to the generator and leaves when the turn comes back, so
+    one that waits for a tool takes no room. Turns after a tool are never refused; they may overfill
+    a worker, whose own queue then holds them.
     """
 
     def __init__(self, max_decoding: int, kv_capacity_tokens: int) -> None:

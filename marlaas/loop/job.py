@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 
 from marlaas import runtime
 from marlaas.envs.base import Family
+from marlaas.errors import EnvironmentFailure, FailureKind, PolicyDiverged
 from marlaas.loop import algorithms
 from marlaas.loop.buffer import Buffer, Ticket
 from marlaas.loop.evaluation import Evaluation
@@ -125,20 +126,24 @@ class Job:
 
     # What came of it --------------------------------------------------------------------------
 
-    def diagnose(self, record: StepRecord, groups: list[Group]) -> str:
-        """Return why the job should not go on after a step, or nothing."""
+    def check_progress(self, record: StepRecord, groups: list[Group]) -> None:
+        """Stop a job whose steps come to nothing.
+
+        Raises:
+            PolicyDiverged: updates in a row were not finite.
+            EnvironmentFailure: no environment gave a verdict for some steps.
+        """
         has_verdict = any(t.end.is_trainable for group in groups for t in group.trajectories)
         self._num_vetoed = self._num_vetoed + 1 if record.is_vetoed else 0
         self._num_failed = 0 if has_verdict else self._num_failed + 1
         if self._num_vetoed == MAX_BARREN_STEPS:
-            return f"{MAX_BARREN_STEPS} updates in a row were not finite"
+            raise PolicyDiverged(f"{MAX_BARREN_STEPS} updates in a row were not finite")
         if self._num_failed == MAX_BARREN_STEPS:
             last = groups[-1].trajectories[-1]
-            return (
-                f"no environment gave a verdict in {MAX_BARREN_STEPS} steps; the last said "
-                f"{last.end.value}: {last.detail}"
+            raise EnvironmentFailure(
+                FailureKind.ERROR,
+                f"no verdict in {MAX_BARREN_STEPS} steps; the last said {last.end}: {last.detail}",
             )
-        return ""
 
     def note(self, record: EvalRecord) -> None:
         """Stop training once an evaluation is good enough."""

@@ -1,7 +1,7 @@
 """One flat row per optimizer step, computed from what was consumed and what the trainer said.
 
-`docs/metrics.md` describes every column. Nothing here decides anything: the loop hands over a step's
-groups and outputs, and gets numbers back. Columns that have nothing to average are NaN.
+`docs/metrics.md` describes every column. Nothing here decides anything: the loop hands over a
+step's groups and outputs, and gets numbers back. Columns with nothing to average are NaN.
 """
 
 from collections import Counter
@@ -84,7 +84,7 @@ def of_outputs(data: Sequence[Datum], outputs: Sequence[DatumOutput]) -> dict:
 
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to it before exp, so that one broken token gives a number and no overflow."""
+"""Log ratios are clamped to it before exp: one broken token gives a number and no overflow."""
 
 
 def of_gap(gaps: Sequence[float]) -> dict:

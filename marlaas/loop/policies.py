@@ -4,7 +4,8 @@
                       ▲                                                   │
                       └────────────── its worker was lost ────────────────┘
 
-- A version is live from `publish` until no group, step or evaluation can need it: then it is retired.
+- A version is live from `publish` until no group, step or evaluation can need it; then it is
+  retired.
 - Calls go to the worker that the policy was loaded on. Once that worker was lost they raise
   `WorkerLost`, even if it is back, until `recover` has loaded the policy again: half a step on the
   old process and half on the new one cannot happen.
@@ -82,7 +83,7 @@ class Worker(Protocol):
 
 
 class Station:
-    """One worker as the loop sees it: what it samples now, who waits for it, what its work costs."""
+    """One worker as the loop sees it: what it samples, who waits for it, what its work costs."""
 
     def __init__(self, worker: Worker, weights: Mapping[TenantId, float]) -> None:
         self.worker = worker
@@ -161,7 +162,7 @@ class Placement:
 
 
 class PolicyGenerator:
-    """The generator of one policy for one group, as long as its worker lives; counts what it samples.
+    """A policy's generator for one group, as long as its worker lives; counts what it samples.
 
     A place is reserved for each of the group's sequences until its first turn; `close` gives back
     the places of sequences that never came to one.
@@ -211,7 +212,7 @@ class Policy:
     """One policy: its place, its newest version and the older ones that are still live.
 
     The train stage calls `trainer` verbs, then `publish` and `retire`; the rollout stage asks for a
-    `generator`; evaluations `hold` the version they need. Whoever sees `WorkerLost` awaits `recover`.
+    `generator`; evaluations `hold` the version they need. Who sees `WorkerLost` awaits `recover`.
 
         policy = Policy(spec, placement, store, on_room=wake)
         await policy.start(oldest_needed=0)
@@ -293,7 +294,7 @@ class Policy:
             raise WorkerLost(f"{self._spec.policy_id}: lost {MAX_RECOVERIES} times in a row")
 
     async def publish(self, version: int) -> None:
-        """Make the committed version the one that new rollouts use; keep its adapter as a folder."""
+        """Make the committed version the one that new rollouts use."""
         try:
             await self.trainer.publish(self._spec.policy_id, version)
             self.version = version

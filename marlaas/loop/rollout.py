@@ -4,8 +4,8 @@
                       ▲                                    └──► reward: the trajectory ends    │
                       └────────────────────────────────────────────────────────────────────────┘
 
-- Tokens are exact over turns: what was sampled is kept as ids, what the environment says is rendered
-  and appended. Text is decoded for the environment and for people, and never encoded again.
+- Tokens are exact over turns: what was sampled is kept as ids, what the environment says is
+  rendered and appended. Text is decoded for the environment and people, and never encoded again.
 - Loss falls on sampled tokens only; each turn records the version and adapter hash that made it.
 - Randomness is a function of (seed, split, group, trajectory) and the position in the sequence.
 - A failure of the environment ends its own trajectory with a typed reason; its siblings go on.
@@ -87,8 +87,8 @@ class GroupPlan:
 class GroupRollout:
     """A group being sampled: `open -> finished`, or `open -> cut -> finished`.
 
-    The controller awaits `run` once. `cut` may be called meanwhile: trajectories that have not ended
-    yet end as stragglers, those that have keep their reward, and `run` returns at once.
+    The controller awaits `run` once. `cut` may be called meanwhile: trajectories that have not
+    ended yet end as stragglers, those that have keep their reward, and `run` returns at once.
 
         rollout = GroupRollout(spec, family, tokenizer, plan)
         group = await rollout.run(generator)          # Group with `plan.size` trajectories
@@ -267,14 +267,12 @@ class Episode:
         return reply
 
     async def _judge(self, env: Env, reply: str, *, is_last: bool) -> EnvStep:
-        """Return the environment's answer after the job's extra latency; note how long it took.
+        """Return the environment's answer; note how long it took.
 
         Raises:
             EnvironmentFailure: it could not answer; any error of its own code is one.
         """
         began_s = runtime.now_s()
-        if self._spec.latency.median_s > 0:
-            await asyncio.sleep(self._extra_latency_s())
         try:
             answer = await self._step(env, reply, is_last=is_last)
         except EnvironmentFailure:
@@ -301,12 +299,6 @@ class Episode:
                 is_lost = failure.kind is FailureKind.SANDBOX_LOST
                 if not is_lost or self._num_lost_sandboxes > MAX_LOST_SANDBOXES:
                     raise
-
-    def _extra_latency_s(self) -> float:
-        latency, plan = self._spec.latency, self._plan
-        turn = len(self._latencies_s)
-        rng = runtime.rng("latency", self._spec.seed, plan.split, plan.index, self._index, turn)
-        return latency.median_s * math.exp(latency.sigma * rng.standard_normal())
 
     def _trajectory(self, end: TrajectoryEnd, verdict: EnvStep, detail: str) -> Trajectory:
         """Lay the sampled tokens over the whole sequence; tokens after the last one are dropped."""

@@ -6,8 +6,8 @@
   clock and not the weights.
 - Nothing here is durable or visible: the controller commits the outcome, then publishes it. A step
   whose worker was lost is simply run again from its groups.
-- The *gap* compares sampling and train logprobs under the version that sampled: it is rounding, and
-  past its bound the numbers of the job are not to be trusted. The off-policy ratio is another thing.
+- The *gap* compares sampling and train logprobs under the version that sampled. It is rounding;
+  past its bound the job's numbers are not to be trusted. The off-policy ratio is another thing.
 """
 
 from collections import Counter
@@ -88,10 +88,10 @@ async def train(
     for chunk in _chunks(data):
         outputs += await policy.trainer.forward_backward(policy_id, chunk, algorithm.objective)
     gaps = await measure_gap(policy, spec, groups)
-    if gaps and not max(gaps) <= gap_bound:
+    if gaps and not np.max(gaps) <= gap_bound:  # NaN is past every bound
         raise PolicyDiverged(
-            f"gap {max(gaps):.2e} is past its bound {gap_bound:.0e}: sampling and training disagree "
-            f"about the same weights at step {version + 1}"
+            f"gap {np.max(gaps):.2e} is past its bound {gap_bound:.0e}: sampling and training "
+            f"disagree about the same weights at step {version + 1}"
         )
     adam = AdamParams(
         lr=algorithm.lr_at(version + 1, spec.learning_rate),

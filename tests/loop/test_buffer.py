@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_the_example_of_the_docstring() -> None:
 def test_oldest_finished_groups_go_first() -> None:
     async def main() -> None:
         buffer = buffer_of(prompts=1, staleness=2)
-        g0, g1, g2 = open_all(buffer)
+        _, g1, g2 = open_all(buffer)
         finish(buffer, g2, g1)
         assert await taken_now(buffer) == [1]
 
@@ -178,9 +179,13 @@ def test_closing_ends_the_wait() -> None:
 
 
 async def _random_run(
-    rng: random.Random, prompts: int, staleness: int, draw_s: Callable[[], float], deadline_s: float
+    rng: random.Random,
+    prompts: int,
+    staleness: int,
+    draw_s: Callable[[], float],
+    deadline_s: float,
 ) -> tuple[int, int]:
-    """Drive one job with random rollout times; return the worst staleness and the number of cuts."""
+    """Drive one job with random rollout times; return worst staleness and number of cuts."""
     steps = 60
     buffer = buffer_of(steps, prompts, staleness)
     rollouts: dict[int, asyncio.Task] = {}
@@ -188,10 +193,8 @@ async def _random_run(
     taken: list[int] = []
 
     async def roll_out(ticket: Ticket) -> None:
-        try:
+        with suppress(asyncio.CancelledError):
             await asyncio.sleep(draw_s())
-        except asyncio.CancelledError:
-            pass
         finish(buffer, ticket)
 
     def admit() -> None:

@@ -3,13 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from marlaas import runtime
-from marlaas.loop.controller import Controller, Mode
+from marlaas.loop.controller import Controller
 from marlaas.store.db import Store
 from marlaas.types import JobSpec, JobState
-from tests.fakes import ByteTokenizer, FakeWorker, Recorder, ScriptedFamily, Speed, family_of
+from tests.fakes import ByteTokenizer, FakeWorker, Recorder, Speed, family_of
 
 
 def job(name: str = "say-y", tenant: str = "acme", **changes: object) -> JobSpec:

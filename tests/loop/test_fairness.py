@@ -14,7 +14,9 @@ def job(tenant: str, name: str = "job") -> JobSpec:
     return JobSpec(tenant=tenant, name=name, env={})
 
 
-def serve(queue: FairQueue, specs: list[JobSpec], costs: dict[str, float], total_s: float) -> Counter:
+def serve(
+    queue: FairQueue, specs: list[JobSpec], costs: dict[str, float], total_s: float
+) -> Counter:
     """Admit until `total_s` device seconds are spent, with every job always ready."""
     by_id = {spec.job_id: spec for spec in specs}
     spent: Counter = Counter()

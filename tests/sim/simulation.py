@@ -1,0 +1,184 @@
+"""The whole loop and its store under virtual time, from one seed: jobs, and what goes wrong.
+
+    seed ─► Plan (jobs, workers, crashes, kills) ─► lives until every job is terminal ─► Outcome
+
+A *life* is one server process: a controller on the store, with fresh workers. It ends by itself or
+by a crash at a durable write, before or after it; then the next life begins on what is on disk. Run
+`python -m tests.sim.simulation SEED` to replay one seed and see its plan.
+"""
+
+import asyncio
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from marlaas import runtime
+from marlaas.loop.algorithms import PRESETS
+from marlaas.loop.controller import Controller, Mode
+from marlaas.store.db import Store
+from marlaas.types import JobSpec
+from tests.fakes import ByteTokenizer, FakeWorker, Recorder, Speed, family_of
+
+MAX_LIVES = 40
+MAX_VIRTUAL_S = 1e7
+
+
+class Crash(BaseException):
+    """The server process is killed here."""
+
+
+class CrashingStore(Store):
+    """A store whose process dies at its n-th durable write, just before it or just after."""
+
+    def __init__(self, root: Path, crash_at: float, *, is_before: bool) -> None:
+        self._writes_left = float("inf")
+        self._is_before = is_before
+        super().__init__(root)
+        self._writes_left = crash_at
+
+    @contextmanager
+    def _transaction(self) -> Iterator:
+        self._writes_left -= 1
+        if self._writes_left < 0:
+            raise Crash
+        if self._writes_left == 0 and self._is_before:
+            raise Crash
+        with super()._transaction() as db:
+            yield db
+        if self._writes_left == 0:
+            raise Crash
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that a seed decides."""
+
+    specs: tuple[JobSpec, ...]
+    num_workers: int
+    speed: Speed
+    crashes: tuple[tuple[int, bool], ...] = ()
+    """Per life: at which durable write it ends, and whether before or after it."""
+    kills: tuple[tuple[float, int], ...] = ()
+    """In the first life: when which worker is lost."""
+    mode: Mode = Mode.ASYNC
+
+    @classmethod
+    def draw(cls, seed: int) -> "Plan":
+        rng = random.Random(seed)
+        num_workers = rng.choice([1, 1, 2])
+        specs = tuple(_draw_job(rng, index) for index in range(rng.randint(1, 4)))
+        return cls(
+            specs=specs,
+            num_workers=num_workers,
+            speed=Speed(max_decoding=rng.choice([4, 16, 64]), restart_s=rng.choice([0.1, 20.0])),
+            crashes=tuple(
+                (int(rng.expovariate(1 / 40)) + 1, rng.random() < 0.5)
+                for _ in range(rng.choice([0, 1, 3, 6]))
+            ),
+            kills=tuple(
+                (rng.uniform(0, 30), rng.randrange(num_workers))
+                for _ in range(rng.choice([0, 0, 1, 3]))
+            ),
+            mode=Mode.LOCKSTEP if rng.random() < 0.1 else Mode.ASYNC,
+        )
+
+    def alone(self, spec: JobSpec) -> "Plan":
+        """Return the plan in which one job runs by itself and nothing goes wrong."""
+        return replace(self, specs=(spec,), num_workers=1, crashes=(), kills=(), mode=Mode.ASYNC)
+
+
+def _draw_job(rng: random.Random, index: int) -> JobSpec:
+    is_seeded = rng.random() < 0.4
+    has_kl = rng.random() < 0.2
+    eval_every = rng.choice([0, 1, 2])
+    return JobSpec(
+        tenant=f"tenant-{rng.randrange(3)}",
+        name=f"job-{index}",
+        env={
+            "family": "scripted",
+            "max_turns": rng.choice([1, 1, 3]),
+            "tool_s": rng.choice([0.0, 0.3, 3.0]),
+            "tail": rng.choice([0.0, 0.8, 1.5]),
+            "fail_rate": rng.choice([0.0, 0.0, 0.1, 0.4]),
+        },
+        algorithm={"preset": rng.choice(list(PRESETS)), **({"kl_coef": 0.01} if has_kl else {})},
+        steps=rng.randint(2, 6),
+        prompts_per_step=rng.randint(1, 3),
+        group_size=rng.randint(2, 4),
+        max_staleness=rng.randint(0, 4),
+        learning_rate=rng.choice([0.5, 5.0]),
+        max_tokens=rng.choice([2, 6]),
+        eval_every=eval_every,
+        eval_prompts=rng.randint(1, 4),
+        stop_at_success=rng.choice([0.0, 0.0, 0.9]) if eval_every else 0.0,
+        is_in_flight=not is_seeded and rng.random() < 0.2,
+        is_seeded=is_seeded,
+        straggler_deadline_s=rng.choice([0.5, 5.0, 1e5]),
+        seed=rng.randrange(1000),
+        keep_versions=rng.randint(0, 3),
+    )
+
+
+@dataclass
+class Outcome:
+    """What is left after the last life."""
+
+    store: Store
+    recorder: Recorder
+    workers: list[FakeWorker] = field(default_factory=list)
+    num_lives: int = 0
+    makespan_s: float = 0.0
+
+
+def simulate(plan: Plan, root: Path) -> Outcome:
+    """Live until every job is terminal."""
+    recorder = Recorder()
+    for life in range(MAX_LIVES):
+        crash_at, is_before = plan.crashes[life] if life < len(plan.crashes) else (1e18, False)
+        store = CrashingStore(root, crash_at, is_before=is_before)
+        outcome = Outcome(store, recorder, num_lives=life + 1)
+        try:
+            runtime.run_virtual(_live(plan, outcome, kills=plan.kills if life == 0 else ()))
+        except BaseException as error:
+            if not _is_crash(error):
+                raise
+            store.close()
+            continue
+        return outcome
+    raise AssertionError(f"not done after {MAX_LIVES} lives")
+
+
+def _is_crash(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_crash(inner) for inner in error.exceptions)
+    return isinstance(error, Crash)
+
+
+async def _live(plan: Plan, outcome: Outcome, kills: tuple[tuple[float, int], ...]) -> None:
+    workers = [FakeWorker(f"worker-{i}", speed=plan.speed) for i in range(plan.num_workers)]
+    outcome.workers = workers
+    controller = Controller(
+        outcome.store, workers, ByteTokenizer(), make_family=family_of, observer=outcome.recorder,
+        mode=plan.mode,
+    )  # fmt: skip
+    for spec in plan.specs:
+        controller.submit(spec)
+    loop = asyncio.get_running_loop()
+    for when_s, index in kills:
+        loop.call_later(when_s, workers[index].kill)
+    async with asyncio.timeout(MAX_VIRTUAL_S):
+        await controller.run()
+    outcome.makespan_s = runtime.now_s()
+
+
+if __name__ == "__main__":
+    from tests.sim.checks import check
+
+    chosen = Plan.draw(int(sys.argv[1]))
+    print(*chosen.specs, replace(chosen, specs=()), sep="\n")  # noqa: T201
+    with tempfile.TemporaryDirectory() as folder:
+        check(chosen, simulate(chosen, Path(folder)))
