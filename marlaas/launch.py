@@ -56,19 +56,18 @@ async def run_jobs(
     *,
     base: str,
     out: Path,
-    num_workers: int | None = None,
-    placement: Placement = Placement.REPLICATED,
-    mode: str = "async",
-    resume: bool = False,
+    run: RunSettings,
     observer: JobObserver,
+    mode: Mode = Mode.ASYNC,
 ) -> RunSummary:
-    """Run jobs to their end in a run folder; cancelling stops cleanly, at step boundaries.
+    """Run jobs to their end in a run folder; one that holds unfinished jobs goes on with them.
+
+    Cancelling stops cleanly: steps that run are finished and kept.
 
     Raises:
         InvalidRequest: base, placement or jobs cannot run here.
     """
     started_s = runtime.now_s()
-    run = RunSettings(num_workers=num_workers, placement=placement)
     is_exact = any(spec.is_seeded for spec in specs)
     async with AsyncExitStack() as stack:
         store = Store(out)
@@ -78,11 +77,11 @@ async def run_jobs(
         families = Families()
         controller = Controller(
             store,
-            arrange(engines, placement),
+            arrange(engines, run.placement),
             ChatTokenizer.load(settings[0].base_folder),
             make_family=families.make,
             observer=observer,
-            mode=Mode(mode),
+            mode=mode,
         )
         for spec in specs:
             controller.submit(spec)
@@ -124,9 +123,7 @@ class Families:
         return sum(family.cpu_s() for family in self._made)
 
 
-def engine_settings(
-    run: RunSettings, base: str, *, is_exact: bool = False
-) -> list[EngineSettings]:
+def engine_settings(run: RunSettings, base: str, *, is_exact: bool = False) -> list[EngineSettings]:
     """Return what every engine worker of a run is started with."""
     folder = ensure_base(base)
     config = json.loads((folder / "config.json").read_text())

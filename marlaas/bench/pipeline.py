@@ -4,10 +4,10 @@
     limit_fraction  = lower bound of the makespan / measured makespan
     lower bound     = (sum over kinds of tokens / best rate + sandbox CPU seconds) / cores
 
-The best rate of each kind of work is the better of a calibration on the same workers (full batches of
-one adapter) and of the run itself. Lockstep samples a step's groups, waits for all of them, trains,
-publishes, and begins again, one job after another on the same engine; its times add up, so one job of
-each family is measured and the sum is formed from those.
+The best rate of each kind of work is the better of a calibration on the same workers (full batches
+of one adapter) and of the run itself. Lockstep samples a step's groups, waits for all of them,
+trains, publishes, and begins again, one job after another on the same engine; its times add up, so
+one job of each family is measured and the sum is formed from those.
 """
 
 import argparse
@@ -22,11 +22,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from marlaas.bench.machine import describe_machine
+from marlaas.bench.machine import describe
 from marlaas.bench.rates import KINDS, Shape, measure_rates
 from marlaas.bench.workload import FAMILIES, JobResult, Workload, run_mix
 from marlaas.config import Placement, RunSettings
 from marlaas.launch import RunSummary, engine_settings, started
+from marlaas.loop.controller import Mode
 from marlaas.types import Latency
 
 NUM_JOBS = (1, 2, 4, 8, 16, 32)
@@ -74,8 +75,7 @@ def main(argv: Sequence[str]) -> int:
                 specs,
                 label=f"{num_jobs} jobs",
                 base=args.base,
-                num_workers=args.workers,
-                placement=Placement(args.placement),
+                run=RunSettings(num_workers=args.workers, placement=Placement(args.placement)),
             )
         )
         total_s = sum(lockstep_s.get(str(spec.env["family"]), float("nan")) for spec in specs)
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
     _print(console, workload, rows, rates, lockstep_s)
     result = {
         "bench": "pipeline",
-        "machine": describe_machine(),
+        "machine": describe(),
         "workload": asdict(workload),
         "base": args.base,
         "placement": args.placement,
@@ -130,20 +130,27 @@ async def _calibrate(args: argparse.Namespace) -> dict[str, float]:
 
 
 async def _lockstep(workload: Workload, base: str) -> dict[str, float]:
-    """Return the seconds that one job of each family takes in lockstep, in its faster form."""
-    best: dict[str, float] = {}
-    for number, family in enumerate(workload.families):
-        for num_workers in LOCKSTEP_WORKERS if number == 0 else (fastest,):
-            summary, _ = await run_mix(
-                [workload.job(number)],
-                label=f"lockstep {family}, {num_workers} worker(s)",
-                base=base,
-                num_workers=num_workers,
-                mode="lockstep",
-            )
-            if summary.makespan_s < best.get(family, float("inf")):
-                best[family], fastest = summary.makespan_s, num_workers
-    return best
+    """Return the seconds that one job of each family takes in lockstep, in its faster form.
+
+    Which form is faster is decided on the first family.
+    """
+
+    async def seconds(number: int, num_workers: int) -> float:
+        summary, _ = await run_mix(
+            [workload.job(number)],
+            label=f"lockstep {workload.families[number]}, {num_workers} worker(s)",
+            base=base,
+            run=RunSettings(num_workers=num_workers),
+            mode=Mode.LOCKSTEP,
+        )
+        return summary.makespan_s
+
+    forms = {num_workers: await seconds(0, num_workers) for num_workers in LOCKSTEP_WORKERS}
+    fastest = min(forms, key=lambda num_workers: forms[num_workers])
+    return {
+        family: forms[fastest] if number == 0 else await seconds(number, fastest)
+        for number, family in enumerate(workload.families)
+    }
 
 
 def _row(
@@ -193,7 +200,15 @@ def _print(
         f"{workload.steps} steps, latency median {latency.median_s} s, sigma {latency.sigma}",
         caption="lockstep is additive: one job of each family measured, then summed",
     )
-    for name in ("jobs", "makespan s", "lockstep s", "ratio", "limit fraction", "busy", "staleness"):
+    for name in (
+        "jobs",
+        "makespan s",
+        "lockstep s",
+        "ratio",
+        "limit fraction",
+        "busy",
+        "staleness",
+    ):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(

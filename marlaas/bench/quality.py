@@ -18,8 +18,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from marlaas.bench.machine import describe_machine
+from marlaas.bench.machine import describe
 from marlaas.bench.workload import FAMILIES, JobResult, Workload, run_mix
+from marlaas.loop.controller import Mode
 from marlaas.types import JobSpec, Latency
 
 COMPANY = 31
@@ -49,7 +50,7 @@ class Difference:
 def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
     console = Console()
-    result: dict[str, object] = {"bench": "quality", "machine": describe_machine()}
+    result: dict[str, object] = {"bench": "quality", "machine": describe()}
     if "exact" in args.parts:
         exact = asyncio.run(_exact(args.exact_steps, args.company, args.base))
         console.print(_exact_table(exact))
@@ -137,7 +138,7 @@ async def _statistical(args: argparse.Namespace) -> list[Difference]:
     specs = [workload.job(number) for number in range(len(FAMILIES) * args.seeds)]
     _, company = await run_mix(specs, label=f"{len(specs)} jobs at once", base=args.base)
     _, lockstep = await run_mix(
-        specs, label=f"{len(specs)} jobs in lockstep", base=args.base, mode="lockstep"
+        specs, label=f"{len(specs)} jobs in lockstep", base=args.base, mode=Mode.LOCKSTEP
     )
     pairs = list(zip(company, lockstep, strict=True))
     rows = [
@@ -215,9 +216,7 @@ def _plot(differences: Sequence[Difference], out: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6, 3), layout="constrained")
     places = range(len(differences))
     middles = [100 * row.success_difference for row in differences]
-    halves = [
-        50 * (row.success_interval[1] - row.success_interval[0]) for row in differences
-    ]
+    halves = [50 * (row.success_interval[1] - row.success_interval[0]) for row in differences]
     axes.errorbar(places, middles, yerr=halves, fmt="o", capsize=4)
     axes.axhline(0, color="gray", linewidth=1)
     axes.axhspan(-2, 2, color="gray", alpha=0.15, label="within 2 points")

@@ -4,15 +4,16 @@ Tokens and turns on `tiny` (measured, see `docs/benchmarks.md`): math 1 turn, co
 to 3 turns; every environment call waits a log-normal time.
 """
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from marlaas.bench.machine import progress
-from marlaas.config import Placement
+from marlaas.config import RunSettings
 from marlaas.launch import RunSummary, run_jobs
+from marlaas.loop.controller import Mode
 from marlaas.store.db import Store
 from marlaas.types import (
     EvalRecord,
@@ -85,7 +86,8 @@ class Silent:
 
     def step_done(self, spec: JobSpec, record: StepRecord) -> None:
         self._num_done += 1
-        progress(f"{self._label}: step {self._num_done} of {self._num_steps}")
+        line = f"{self._label}: step {self._num_done} of {self._num_steps}"
+        print(line, end="\n" if self._num_done == self._num_steps else "\r", file=sys.stderr)
 
     def eval_done(self, spec: JobSpec, record: EvalRecord) -> None:
         pass
@@ -99,9 +101,8 @@ async def run_mix(
     *,
     label: str,
     base: str = "tiny",
-    num_workers: int | None = None,
-    placement: Placement = Placement.REPLICATED,
-    mode: str = "async",
+    run: RunSettings | None = None,
+    mode: Mode = Mode.ASYNC,
 ) -> tuple[RunSummary, list[JobResult]]:
     """Run jobs in a temporary run folder; return where the time went, and their records."""
     with _temporary_folder() as out:
@@ -109,8 +110,7 @@ async def run_mix(
             specs,
             base=base,
             out=out,
-            num_workers=num_workers,
-            placement=placement,
+            run=run or RunSettings(),
             mode=mode,
             observer=Silent(label, sum(spec.steps for spec in specs)),
         )

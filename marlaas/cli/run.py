@@ -26,8 +26,9 @@ from rich.console import Console
 from marlaas import __version__
 from marlaas.cli import display, report
 from marlaas.cli.jobfile import load_jobs
-from marlaas.config import Placement
+from marlaas.config import Placement, RunSettings
 from marlaas.errors import InvalidRequest
+from marlaas.loop.controller import Mode
 from marlaas.loop.jobspec import RunSection
 from marlaas.store.db import Store
 from marlaas.text.bases import CONVERTED_BASES, cache_folder, ensure_base, resolve_base
@@ -239,14 +240,13 @@ def _start(plan: Plan, observer: display.Lines) -> "Coroutine[object, object, la
     """Return the run itself, not yet started; cancelling it stops it cleanly."""
     from marlaas import launch  # a faulty job file is refused before the engines' side is loaded
 
+    section = plan.section
     return launch.run_jobs(
         plan.specs,
-        base=plan.section.base,
+        base=section.base,
         out=plan.out,
-        num_workers=plan.section.workers,
-        placement=plan.section.placement,
-        mode=plan.section.mode,
-        resume=plan.is_resumed,
+        run=RunSettings(num_workers=section.workers, placement=section.placement),
+        mode=Mode(section.mode),
         observer=observer,
     )
 
