@@ -264,6 +264,8 @@ class FakeWorker:
         raise WorkerLost(f"{self.name} went away")
 
     def _policy(self, policy_id: PolicyId) -> FakePolicy:
+        if self._lost.is_set():
+            raise WorkerLost(f"{self.name} went away")
         if policy_id not in self.policies:
             raise NotFound(f"{self.name} has no policy {policy_id}")
         return self.policies[policy_id]
