@@ -105,17 +105,22 @@ class RowLayout:
 
     def views(self, rows_KP: Tensor, module: ModuleShape) -> tuple[Tensor, Tensor]:
         """Return the stacked A [K, R, D] and B [K, O, R] of one module as views of rows."""
-        start_a, start_b = self.offsets[module.name]
+        return self.block_views(rows_KP[:, self.offsets[module.name][0] :], module)
+
+    def block_views(self, blocks_KQ: Tensor, module: ModuleShape) -> tuple[Tensor, Tensor]:
+        """Return stacked A and B as views of blocks that begin with one module's."""
         rank, width_in, width_out = self.rank, module.in_features, module.out_features
-        num_rows, stride = rows_KP.shape[0], rows_KP.stride(0)
-        first = rows_KP.storage_offset()
-        a_KRD = rows_KP.as_strided(
-            (num_rows, rank, width_in), (stride, width_in, 1), first + start_a
-        )
-        b_KOR = rows_KP.as_strided(
-            (num_rows, width_out, rank), (stride, 1, width_out), first + start_b
-        )
+        num_rows, stride = blocks_KQ.shape[0], blocks_KQ.stride(0)
+        start_a = blocks_KQ.storage_offset()
+        start_b = start_a + rank * width_in
+        a_KRD = blocks_KQ.as_strided((num_rows, rank, width_in), (stride, width_in, 1), start_a)
+        b_KOR = blocks_KQ.as_strided((num_rows, width_out, rank), (stride, 1, width_out), start_b)
         return a_KRD, b_KOR
+
+    def row_block(self, row_P: Tensor, module: ModuleShape) -> Tensor:
+        """Return the part [Q] of a row that holds one module: A, then the transposed B."""
+        start = self.offsets[module.name][0]
+        return row_P[start : start + self.rank * (module.in_features + module.out_features)]
 
     def row_views(self, row_P: Tensor, module: ModuleShape) -> tuple[Tensor, Tensor]:
         """Return A [R, D] and B [O, R] of one module as views of one row."""
@@ -388,18 +393,13 @@ class EvenPart:
             self._by_adapter(grad_x_ND).baddbmm_(grad_inner_KRM.mT, a_KRD)
         if self._grad_rows is None:
             return
-        adapters = zip(
-            self._grad_rows,
-            grad_inner_KRM,
-            self._by_adapter(x_ND),
-            inner_KRM,
-            grad_y_KMO,
-            strict=True,
-        )
-        for grad_row_P, grad_inner_RM, x_MD, inner_RM, grad_y_MO in adapters:
-            grad_a_RD, grad_b_OR = self._layout.row_views(grad_row_P, module)
-            grad_a_RD.addmm_(grad_inner_RM, x_MD)
-            grad_b_OR.t().addmm_(inner_RM, grad_y_MO)
+        # A and the transposed B of a module are neighbours in a row: one addition per adapter.
+        places = [self._layout.row_block(row_P, module) for row_P in self._grad_rows]
+        grad_KQ = a_KRD.new_empty(len(places), places[0].shape[0])
+        grad_a_KRD, grad_b_KOR = self._layout.block_views(grad_KQ, module)
+        torch.bmm(grad_inner_KRM, self._by_adapter(x_ND), out=grad_a_KRD)
+        torch.bmm(inner_KRM, grad_y_KMO, out=grad_b_KOR.mT)
+        torch._foreach_add_(places, grad_KQ.unbind())
 
 
 class GatheredPart:
