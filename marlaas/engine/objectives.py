@@ -194,15 +194,20 @@ def check_objective(objective: Objective) -> None:
     for name, value in objective.params.items():
         if name not in known:
             problems.append(
-                f"objective {objective.name}: parameter {name!r} is unknown{_closest(name, known)}; "
-                f"expected any of {', '.join(known)}"
+                f"objective {objective.name}: parameter {name!r} is unknown"
+                f"{_closest(name, known)}; expected any of {', '.join(known)}"
             )
-        elif not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+        elif not _is_valid(value):
             problems.append(
                 f"objective {objective.name}: {name} = {value!r}; expected a finite number >= 0"
             )
     if problems:
         raise InvalidRequest(*problems)
+
+
+def _is_valid(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value >= 0
 
 
 def _closest(name: str, known: Mapping[str, object]) -> str:
