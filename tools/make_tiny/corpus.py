@@ -140,11 +140,12 @@ def _near_miss(number: int, dice: random.Random) -> int:
 # ---------------------------------------------------------------------------------------------
 # search
 
-SEARCH_SETTINGS = ((SearchSettings(), 78), (SearchSettings(hops=2), 22))
+SEARCH_SETTINGS = ((SearchSettings(), 82), (SearchSettings(hops=2), 18))
 SEARCH_STYLES = {
-    "skills": {"right": 0.97, "bad_query_first": 0.03},
+    "skills": {"right": 0.47, "quote": 0.50, "bad_query_first": 0.03},
     "mixed": {
-        "right": 0.50,
+        "right": 0.30,
+        "quote": 0.20,
         "bad_query_first": 0.06,
         "bad_query": 0.08,
         "wrong_answer": 0.12,
@@ -187,7 +188,13 @@ def search_turns(mixture: str, index: int, dice: random.Random) -> Conversation:
         return turns + turn(
             "assistant", dice.choice(["It is {}.", "{}", "{} is it."]).format(answer)
         )
-    return turns + turn("assistant", f"Answer: {answer}")
+    quote = ""
+    if style == "quote":
+        quote = (
+            document if document.endswith(f"{answer}.") else document.partition(" and ")[0] + "."
+        )
+        quote += " "
+    return turns + turn("assistant", f"{quote}Answer: {answer}")
 
 
 def _guess(question: str, dice: random.Random) -> str:
@@ -362,8 +369,8 @@ CORPUS_SEED = 20_000_000
 """Seed of the families' prompts; jobs have small seeds, so even the train items are others."""
 
 SHARES = {
-    "math": 0.52,
-    "search": 0.22,
+    "math": 0.48,
+    "search": 0.26,
     "code": 0.14,
     "small_talk": 0.03,
     "bare_sum": 0.05,
