@@ -437,6 +437,7 @@ class JobSpec:
     eval_every: int = 0
     """Steps between evaluations; 0: only the first and the last version, which always are."""
     eval_prompts: int = 128
+    """Held-out prompts of one evaluation; 0 evaluates nothing."""
     stop_at_success: float = 0.0
     """Stop early once an evaluation succeeds this often; 0 never stops."""
     latency: Latency = field(default_factory=Latency)

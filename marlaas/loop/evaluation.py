@@ -13,6 +13,8 @@ from marlaas.types import EvalRecord, Group, JobSpec
 
 def is_due(spec: JobSpec, version: int) -> bool:
     """Return whether the schedule asks for an evaluation of a version: first, every n-th, last."""
+    if spec.eval_prompts == 0:
+        return False
     if version in (0, spec.steps):
         return True
     return spec.eval_every > 0 and version % spec.eval_every == 0

@@ -342,7 +342,7 @@ _JOB_KNOBS: Mapping[str, Reader] = {
     "max_tokens": whole_number(1, 32_768),
     "temperature": number(0, 10, is_open=True),
     "eval_every": whole_number(0, 100_000),
-    "eval_prompts": whole_number(1, 100_000),
+    "eval_prompts": whole_number(0, 100_000),
     "stop_at_success": number(0, 1),
     "latency": _read_latency,
     "rollout": choice("pinned", "in_flight"),
