@@ -33,6 +33,8 @@ PACE_STEPS = 8
 WIDE_COLUMNS = 116
 """From this width on there is room for progress bars and longer sparklines."""
 
+STARTING = "Starting the engines: each loads the base and checks it against the stock model."
+
 _LEVELS = "▁▂▃▄▅▆▇█"
 _WORK_STYLES = {
     "decode": "green",
@@ -266,8 +268,9 @@ class Board(Lines):
         tail: list[RenderableType] = []
         if self.workers:
             tail += [Text(""), *self._worker_bars(width, max(1, height // 3))]
-        if self.notice:
-            tail.append(Text(self.notice, style="bold yellow"))
+        has_begun = any(line.state is not JobState.QUEUED for line in self.jobs.values())
+        if notice := self.notice or ("" if has_begun or self.workers else STARTING):
+            tail.append(Text(notice, style="bold yellow"))
         room = max(1, height - len(parts) - len(tail) - 2)
         shown, hidden = self._visible(room)
         parts.append(self._table(shown, now_s, width))
@@ -426,6 +429,11 @@ class PlainLog(Lines):
 
     def say(self, words: str) -> None:
         self._console.print(words, markup=False, highlight=False, soft_wrap=True)
+
+    @asynccontextmanager
+    async def shown(self) -> AsyncIterator[Self]:
+        self.say(STARTING)
+        yield self
 
     def job_state(self, spec: JobSpec, state: JobState, reason: str) -> None:
         super().job_state(spec, state, reason)

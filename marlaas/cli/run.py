@@ -65,7 +65,7 @@ def command(args: argparse.Namespace) -> int:
     jobs = report.write_report(plan.out)
     report.print_report(console, plan.out, jobs)
     if ended.result is not None:
-        console.print(_where_time_went(ended.result))
+        console.print(_where_time_went(ended.result), soft_wrap=True)
     if ended.signal is not None:
         console.print(f"Stopped. To go on: marlaas run --resume {plan.out}", soft_wrap=True)
         return 128 + ended.signal

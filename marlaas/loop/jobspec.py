@@ -559,8 +559,8 @@ def _step_size_fault(spec: JobSpec) -> str | None:
 
 
 def _stop_fault(spec: JobSpec) -> str | None:
-    if spec.stop_at_success > 0 and spec.eval_every == 0:
-        return "can only act at an evaluation; expected eval_every of at least 1 with it"
+    if spec.stop_at_success > 0 and (spec.eval_every == 0 or spec.eval_prompts == 0):
+        return "can only act at an evaluation; expected eval_every and eval_prompts above 0 with it"
     return None
 
 
@@ -581,6 +581,6 @@ def _rollout_fault(spec: JobSpec) -> str | None:
 _RULES: Sequence[tuple[tuple[str, ...], Callable[[JobSpec], str | None]]] = (
     (("group_size", "algorithm"), _group_fault),
     (("prompts_per_step", "group_size"), _step_size_fault),
-    (("stop_at_success", "eval_every"), _stop_fault),
+    (("stop_at_success", "eval_every", "eval_prompts"), _stop_fault),
     (("rollout", "seeded", "max_staleness"), _rollout_fault),
 )

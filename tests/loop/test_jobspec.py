@@ -148,7 +148,7 @@ def test_two_tenants_may_use_one_name():
         ("temperature", 0),
         ("temperature", float("inf")),
         ("eval_every", -1),
-        ("eval_prompts", 0),
+        ("eval_prompts", -1),
         ("stop_at_success", 1.5),
         ("latency", 0.5),
         ("latency", {"median_s": -1}),
@@ -268,6 +268,11 @@ def test_a_fault_in_the_defaults_is_reported_once_and_hides_none_in_the_jobs():
         "jobs[1].seed",
         "jobs[1].name",
     ]
+
+
+def test_stopping_at_a_success_needs_prompts_to_measure_it_on():
+    (problem,) = problems_with(stop_at_success=0.5, eval_every=2, eval_prompts=0)
+    assert problem.startswith("jobs[0].stop_at_success: can only act at an evaluation")
 
 
 def test_a_rule_that_a_default_breaks_says_so():
