@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from marlaas.errors import InvalidRequest, UnsupportedBase
 from marlaas.model import architecture, attention, lora
 from marlaas.model.attention import AttentionContext
-from marlaas.model.convert import folder_in_dtype
+from marlaas.model.convert import folder_in_dtype, without_progress_bars
 from marlaas.model.lora import AdapterBank, LoraBatch, MultiLoraLinear
 from marlaas.types import TARGET_GROUPS
 
@@ -160,13 +160,14 @@ def load_base(
         folder_of_weights = folder_in_dtype(folder, dtype)
     else:
         folder_of_weights = folder
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        folder_of_weights,
-        dtype=dtype,
-        local_files_only=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
+    with without_progress_bars():
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder_of_weights,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:5])
         raise InvalidRequest(

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging
 
 from marlaas.errors import InvalidRequest, UnsupportedBase
 from marlaas.text.bases import cache_folder, cache_root
@@ -56,7 +57,8 @@ def convert(name: str) -> Path:
     if (target / "config.json").is_file():
         return target
     file = _packaged_gguf(name) if name in PACKAGES else Path(name).expanduser()
-    _make_folder(target, lambda folder: _write_from_gguf(file, folder))
+    with without_progress_bars():
+        _make_folder(target, lambda folder: _write_from_gguf(file, folder))
     return target
 
 
@@ -217,6 +219,18 @@ def _make_folder(target: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(made, ignore_errors=True)
         if not (target / "config.json").is_file():
             raise
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep `transformers` from drawing bars while it loads or saves; they have no place in logs."""
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager
