@@ -68,7 +68,7 @@ class JobSummary:
     success_before: float | None
     """Held-out success of version 0."""
     success_after: float | None
-    """Held-out success of the newest version that was evaluated."""
+    """Held-out success of the newest trained version that was evaluated."""
     reward_before: float | None
     reward_after: float | None
     elapsed_s: float
@@ -189,7 +189,8 @@ def write_summary(out: Path, jobs: Sequence[JobSummary], curves: Sequence[plots.
 
 def _summarise(job: JobRecords, tally: _Tally) -> JobSummary:
     before = next((record for record in job.evals if record.version == 0), None)
-    after = max(job.evals, key=lambda record: record.version, default=None)
+    trained = [record for record in job.evals if record.version > 0]
+    after = max(trained, key=lambda record: record.version, default=None)
     return JobSummary(
         tenant=job.spec.tenant,
         name=job.spec.name,
@@ -337,7 +338,10 @@ def final_table(jobs: Sequence[JobSummary], width: int) -> Table:
             str(job.steps),
             display.seconds(job.elapsed_s),
             display.count(job.num_sampled_tokens),
-            Text(job.state, style="green" if job.state == JobState.DONE else "yellow"),
+            Text(
+                job.state if JobState(job.state).is_terminal else "unfinished",
+                style="green" if job.state == JobState.DONE else "yellow",
+            ),
         )
     gains = [job for job in jobs if job.gain is not None]
     if len(gains) > 1:
@@ -352,7 +356,8 @@ def final_table(jobs: Sequence[JobSummary], width: int) -> Table:
 
 def _gain_text(before: float | None, after: float | None) -> Text:
     if before is None or after is None:
-        return Text("·" if after is None else display.percent(after))
+        known = [display.percent(value) for value in (before, after) if value is not None]
+        return Text(f"{known[0]:>4}" if known else "   ·")
     gain = round(100 * after) - round(100 * before)
     text = Text(f"{display.percent(before):>4} → {display.percent(after):>4}  ")
     return text.append(f"{gain:+d}", style="green" if gain > 0 else "red" if gain < 0 else "dim")

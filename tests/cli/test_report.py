@@ -119,6 +119,19 @@ def test_the_summary_has_success_before_and_after(out):
     assert jobs[1].gain is None
 
 
+def test_a_job_that_was_only_judged_before_training_has_no_gain(tmp_path):
+    store = Store(tmp_path)
+    store.add_job(ACME, make_spec())
+    store.add_evaluation(ACME, "sums", make_eval(0, 0.25))
+    store.set_job_state(ACME, "sums", JobState.RUNNING)
+    store.close()
+    (job,) = report.write_report(tmp_path)
+    assert (job.success_before, job.success_after, job.gain) == (0.25, None, None)
+    console = Console(width=80, record=True)
+    report.print_report(console, tmp_path, [job])
+    assert " 25% " in console.export_text() and "unfinished" in console.export_text()
+
+
 def test_the_settings_in_a_jobs_file_read_back_as_the_job(out):
     record = json.loads((out / "jobs/acme/sums/job.json").read_text())
     assert read_jobs({"jobs": [record["settings"]]}).jobs == (make_spec(),)
