@@ -29,9 +29,9 @@ from marlaas.model.attention import causal_attention
 MIN_CAPACITY_TOKENS = 64
 """Capacity of the smallest class; each further class doubles it."""
 
-LENGTH_STEP = 64
-"""Attention lengths are rounded up to it. Masked positions then change no bit of a result (any
-multiple of 8 would do; a larger step changes shapes less often)."""
+LENGTH_STEP = 32
+"""Attention lengths are rounded up to it. Masked positions then change no bit of a result (16 would
+do, 8 would not: measured)."""
 
 EXACT_MAX_QUERIES = 3
 """With more query heads to one product, its sum over 192 positions and that over 256 are cut into
@@ -69,9 +69,10 @@ class SlabClass:
 
     def __init__(self, capacity: int, like: Tensor) -> None:
         self.capacity = capacity
-        num_layers, _, _, _, num_kv_heads, head_dim = like.shape
-        self.kv = like.new_zeros(num_layers, 2, 0, capacity, num_kv_heads, head_dim)
-        """[layers, keys and values, rows, capacity, G, E]."""
+        num_layers, _, _, num_kv_heads, _, head_dim = like.shape
+        self.kv = like.new_zeros(num_layers, 2, 0, num_kv_heads, capacity, head_dim)
+        """[layers, keys and values, rows, G, capacity, E]. All positions of a head lie side by side:
+        attention, which is bound by memory, reads them in one go."""
         self.slabs: list[Slab] = []
         self.bounds = [0, 0, 0]
         """End of the decoding, the filling and the idle rows."""
@@ -99,7 +100,7 @@ class SlabClass:
         """Zero a slab and let go of its row."""
         self.move(slab, SlabKind.IDLE)
         self._swap(slab.row, len(self.slabs) - 1)
-        self.kv[:, :, slab.row, : slab.length] = 0
+        self.kv[:, :, slab.row, :, : slab.length] = 0
         self.slabs.pop()
         self.bounds[SlabKind.IDLE] -= 1
 
@@ -120,9 +121,9 @@ class SlabClass:
         first, second = self.slabs[row], self.slabs[other_row]
         end = max(first.length, second.length)
         if end:
-            kept = self.kv[:, :, row, :end].clone()
-            self.kv[:, :, row, :end] = self.kv[:, :, other_row, :end]
-            self.kv[:, :, other_row, :end] = kept
+            kept = self.kv[:, :, row, :, :end].clone()
+            self.kv[:, :, row, :, :end] = self.kv[:, :, other_row, :, :end]
+            self.kv[:, :, other_row, :, :end] = kept
         self.slabs[row], self.slabs[other_row] = second, first
         first.row, second.row = other_row, row
 
@@ -152,7 +153,7 @@ class SlabPool:
         self.decode_epoch = 0
         """Changes whenever the decoding rows of any class do."""
         self._classes: dict[int, SlabClass] = {}
-        self._like = torch.empty(num_layers, 2, 0, 0, num_kv_heads, head_dim).to(device, dtype)
+        self._like = torch.empty(num_layers, 2, 0, num_kv_heads, 0, head_dim).to(device, dtype)
 
     @property
     def classes(self) -> list[SlabClass]:
@@ -194,14 +195,14 @@ class SlabPool:
             return False
         self._note(slab.kind)
         kind, length = slab.kind, slab.length
-        kept = old.kv[:, :, slab.row, :length].clone()
+        kept = old.kv[:, :, slab.row, :, :length].clone()
         old.remove(slab)
         self.used_tokens += capacity - old.capacity
         new = self._class_with_room(capacity)
         slab.length = 0
         new.add(slab)
         new.move(slab, kind)
-        new.kv[:, :, slab.row, :length] = kept
+        new.kv[:, :, slab.row, :, :length] = kept
         slab.length = length
         return True
 
@@ -209,7 +210,8 @@ class SlabPool:
         """Fill an empty slab with all that another one holds."""
         assert target.length == 0, "only an empty slab is filled by a copy"
         end = source.length
-        target.home.kv[:, :, target.row, :end] = source.home.kv[:, :, source.row, :end]
+        source_kv = source.home.kv[:, :, source.row, :, :end]
+        target.home.kv[:, :, target.row, :, :end] = source_kv
         target.length = end
 
     def check(self) -> None:
@@ -223,7 +225,7 @@ class SlabPool:
                 assert slab.home is home and slab.row == row
                 assert starts[slab.kind] <= row < home.bounds[slab.kind]
                 assert slab.length <= home.capacity
-                assert not home.kv[:, :, row, slab.length :].any(), "stale keys past the length"
+                assert not home.kv[:, :, row, :, slab.length :].any(), "stale keys past the length"
             assert not home.kv[:, :, len(home.slabs) :].any(), "stale keys in a free row"
 
     def _note(self, *kinds: SlabKind) -> None:
@@ -283,7 +285,9 @@ class PrefillContext:
             mask_TL = None
             if start:
                 position_T1 = torch.arange(start, end, device=device)[:, None]
-                mask_TL = _mask(torch.arange(end, device=device) <= position_T1, dtype)
+                is_later_TL = torch.arange(end, device=device) > position_T1
+                mask_TL = torch.zeros(is_later_TL.shape, dtype=dtype, device=device)
+                mask_TL.masked_fill_(is_later_TL, -torch.inf)
             self._spans.append((chunk.slab.home, chunk.slab.row, start, end, mask_TL))
 
     def attend(
@@ -294,16 +298,16 @@ class PrefillContext:
         for home, row, start, end, mask_TL in self._spans:
             own = slice(offset, offset + end - start)
             offset = own.stop
-            keys_CGE, values_CGE = home.kv[layer_idx, :, row].unbind()
-            keys_CGE[start:end] = k_NGE[own]
-            values_CGE[start:end] = v_NGE[own]
+            keys_GLE, values_GLE = home.kv[layer_idx, :, row, :, :end].unbind()
+            keys_GLE[:, start:] = k_NGE[own].transpose(0, 1)
+            values_GLE[:, start:] = v_NGE[own].transpose(0, 1)
             if mask_TL is None:
                 out_NHE[own] = causal_attention(q_NHE[own], k_NGE[own], v_NGE[own], scaling)
                 continue
             out_HTE = F.scaled_dot_product_attention(
                 q_NHE[own].transpose(0, 1)[None],
-                keys_CGE[:end].transpose(0, 1)[None],
-                values_CGE[:end].transpose(0, 1)[None],
+                keys_GLE[None],
+                values_GLE[None],
                 attn_mask=mask_TL,
                 scale=scaling,
                 enable_gqa=True,
@@ -319,29 +323,30 @@ class _DecodePart:
         self.home = home
         self.own = slice(first, first + home.bounds[0])
         """Place of these rows in the pass."""
-        rows, capacity = home.num_rows, home.capacity
-        flat = home.kv.view(home.kv.shape[0], 2 * rows * capacity, -1)
-        self.stores = flat.unbind()
-        """Per layer, every key and value position of the class as one row [G * E]."""
+        num_layers, _, num_rows, num_heads, capacity, width = home.kv.shape
         device = home.kv.device
-        self.key_start_B = torch.arange(home.bounds[0], device=device) * capacity
-        self.value_start_B = self.key_start_B + rows * capacity
-        self.positions_L = torch.arange(capacity, device=device)
+        self.stores = home.kv.view(num_layers, -1, width).unbind()
+        """Per layer, the keys and values of all rows, heads and positions, one after another."""
+        place_2RG = torch.arange(2 * num_rows * num_heads, device=device).view(2, num_rows, -1)
+        self.start_2BG = place_2RG[:, : home.bounds[0]] * capacity
+        """Where in a layer's store each row and head begins."""
+        self.position_C = torch.arange(capacity, device=device)
+        self.visible, self.hidden = home.kv.new_tensor([0.0, -torch.inf]).unbind()
         self.length = 0
         self.views: list[tuple[Tensor, Tensor]] = []
         """Per layer, keys and values [B, G, L, E]."""
-        self.mask_B11L = self.index_2B = torch.empty(0)
+        self.mask_B11L = self.index_M = torch.empty(0)
 
     def advance(self, position_B: Tensor, max_position: int) -> None:
         """Point the part at the positions that the coming step writes and then attends to."""
         length = -(-(max_position + 1) // LENGTH_STEP) * LENGTH_STEP
         if length != self.length:
             self.length = length
-            kv = self.home.kv[:, :, : self.home.bounds[0], :length].transpose(3, 4)
+            kv = self.home.kv[:, :, : self.home.bounds[0], :, :length]
             self.views = [tuple(layer.unbind()) for layer in kv.unbind()]  # type: ignore[misc]
-        is_past_BL = self.positions_L[:length] <= position_B[:, None]
-        self.mask_B11L = _mask(is_past_BL, self.home.kv.dtype)[:, None, None]
-        self.index_2B = torch.cat([self.key_start_B + position_B, self.value_start_B + position_B])
+        is_past_BL = self.position_C[:length] <= position_B[:, None]
+        self.mask_B11L = torch.where(is_past_BL, self.visible, self.hidden)[:, None, None]
+        self.index_M = (self.start_2BG + position_B[:, None]).flatten()
 
 
 class DecodeContext:
@@ -384,7 +389,7 @@ class DecodeContext:
         scaling: float,
     ) -> Tensor:
         new_2BGE = torch.cat([k_NGE[part.own], v_NGE[part.own]])
-        part.stores[layer_idx].index_copy_(0, part.index_2B, new_2BGE.flatten(1))
+        part.stores[layer_idx].index_copy_(0, part.index_M, new_2BGE.flatten(0, 1))
         keys_BGLE, values_BGLE = part.views[layer_idx]
         # Query heads of one key-value head are rows of one product: Q of them, or fewer if exact.
         num_queries = q_NHE.shape[1] // k_NGE.shape[1]
@@ -404,10 +409,3 @@ class DecodeContext:
 
 def _largest_divisor(number: int, most: int) -> int:
     return max(n for n in range(1, most + 1) if number % n == 0)
-
-
-def _mask(is_visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 where visible and -inf elsewhere."""
-    return torch.zeros(is_visible.shape, dtype=dtype, device=is_visible.device).masked_fill_(
-        ~is_visible, float("-inf")
-    )

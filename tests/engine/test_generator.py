@@ -592,7 +592,7 @@ def test_nan_in_a_parked_slab_of_the_same_class_stays_there():
     expected = sample_naively(base, request)[0]
     generate(generator, [ask("parked", prompt(20), keep_kv=True)])
     slab = generator.scheduler.parked["parked"].slab
-    slab.home.kv[:, :, slab.row, : slab.length] = torch.nan
+    slab.home.kv[:, :, slab.row, :, : slab.length] = torch.nan
     assert generate(generator, [request])["healthy"].tokens.tolist() == expected
     generator.release("parked")
     generator.pool.check()

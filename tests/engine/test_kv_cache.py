@@ -33,12 +33,12 @@ def make_pool(capacity_tokens: int = 4096, dtype: torch.dtype = torch.float64) -
 
 
 def fill(slab: Slab, value: float, length: int) -> None:
-    slab.home.kv[:, :, slab.row, :length] = value
+    slab.home.kv[:, :, slab.row, :, :length] = value
     slab.length = length
 
 
 def holds(slab: Slab, value: float) -> bool:
-    return bool((slab.home.kv[:, :, slab.row, : slab.length] == value).all())
+    return bool((slab.home.kv[:, :, slab.row, :, : slab.length] == value).all())
 
 
 def test_capacities_double_from_64():
@@ -195,7 +195,7 @@ def test_in_exact_mode_decode_attention_has_the_same_bits_whatever_the_other_row
     torch.manual_seed(0)
     num_groups, num_queries, width = heads
     lengths = (1, 7, 63, 64, 65, 129, 200, 300, 511, 513, 700, 1000)
-    tokens = [torch.randn(3, 1024, heads_, width) for heads_ in (num_groups, num_groups)]
+    tokens = [torch.randn(3, num_groups, 1024, width) for _ in range(2)]
     q = torch.randn(3, num_groups * num_queries, width)
     new = torch.randn(3, num_groups, width)
 
@@ -211,7 +211,7 @@ def test_in_exact_mode_decode_attention_has_the_same_bits_whatever_the_other_row
         for idx, end in enumerate([length, *others]):
             slab = pool.allocate(idx, 1024)
             for part in range(2):
-                slab.home.kv[0, part, slab.row, :end] = tokens[part][idx, :end]
+                slab.home.kv[0, part, slab.row, :, :end] = tokens[part][idx, :, :end]
             slab.length = end
             pool.set_kind(slab, SlabKind.DECODING)
         context = DecodeContext(pool, is_exact=True)
