@@ -129,7 +129,8 @@ def test_a_job_that_was_only_judged_before_training_has_no_gain(tmp_path):
     assert (job.success_before, job.success_after, job.gain) == (0.25, None, None)
     console = Console(width=80, record=True)
     report.print_report(console, tmp_path, [job])
-    assert " 25% " in console.export_text() and "unfinished" in console.export_text()
+    text = console.export_text()
+    assert " 25% " in text and "unfinished" in text
 
 
 def test_the_settings_in_a_jobs_file_read_back_as_the_job(out):
