@@ -14,12 +14,22 @@ Shape suffixes: N tokens of a pass, M positions of it whose next token is scored
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import Segment, Slot
 from marlaas.types import Datum, Objective
+
+MIN_SHARED = 4
+"""Shortest common prefix that is computed once."""
+
+MAX_COMPARED = 32
+"""A datum is compared with so many before it: siblings are submitted side by side."""
+
+MIN_FILL = 0.75
+"""Sequences are attended in one batch while each is at least this fraction of the longest."""
 
 VECTOR_ELEMENTS = 32
 """Element-wise CPU kernels work on blocks of at most this many fp32 elements (AVX-512, unrolled by
@@ -55,9 +65,9 @@ class PassCost:
         kept += sum(_kept_elements(shape.kind + "_out", shape.out_features) for shape in shapes)
         return cls(7 * query_width / (4 * num_weights), kept * base.head.weight.element_size())
 
-    def __call__(self, num_tokens: int) -> float:
-        """Return the cost of one sequence."""
-        return num_tokens + self.cost_per_pair * num_tokens**2
+    def __call__(self, num_tokens: int, num_shared: int = 0) -> float:
+        """Return the cost of one sequence, the first `num_shared` tokens of which are there."""
+        return num_tokens - num_shared + self.cost_per_pair * num_tokens**2
 
 
 def _kept_elements(place: str, width: int) -> int:
@@ -104,6 +114,14 @@ class Submission:
         return self.objective is not None
 
 
+class SharedPrefix(NamedTuple):
+    """The first `length` inputs of a datum equal those of an earlier datum of its chunk."""
+
+    source: int
+    """Which one, counted from the chunk's start."""
+    length: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
     """Data [start, end) of one submission, run in one pass."""
@@ -111,6 +129,8 @@ class Chunk:
     submission: Submission
     start: int
     end: int
+    shared: tuple[SharedPrefix, ...]
+    """Per datum, what it need not compute again."""
     cost: float
 
     @property
@@ -119,17 +139,51 @@ class Chunk:
 
 
 def cut(submission: Submission, cost: PassCost, budget_tokens: float) -> list[Chunk]:
-    """Cut a submission's data, in order, into chunks of whole data within the budget."""
-    chunks, start, held = [], 0, 0.0
+    """Cut a submission's data, in order, into chunks of whole data within the budget.
+
+    A prefix that several data of a chunk have in common, such as the prompt of a group, is computed
+    once and costs once.
+    """
+    chunks: list[Chunk] = []
+    start, held = 0, 0.0
+    inputs: list[np.ndarray] = []
+    shared: list[SharedPrefix] = []
+
+    def close(end: int) -> None:
+        nonlocal start, held
+        chunks.append(Chunk(submission, start, end, tuple(shared), held))
+        start, held = end, 0.0
+        inputs.clear()
+        shared.clear()
+
     for idx, datum in enumerate(submission.data):
-        datum_cost = cost(num_inputs(datum, submission.is_training))
-        if idx > start and held + datum_cost > budget_tokens:
-            chunks.append(Chunk(submission, start, idx, held))
-            start, held = idx, 0.0
-        held += datum_cost
-    chunks.append(Chunk(submission, start, len(submission.data), held))
+        own = datum.tokens[: num_inputs(datum, submission.is_training)]
+        prefix = _longest_shared_prefix(own, inputs)
+        if idx > start and held + cost(len(own), prefix.length) > budget_tokens:
+            close(idx)
+            prefix = SharedPrefix(0, 0)
+        held += cost(len(own), prefix.length)
+        inputs.append(own)
+        shared.append(prefix)
+    close(len(submission.data))
     submission.num_chunks_left = len(chunks)
     return chunks
+
+
+def _longest_shared_prefix(own: np.ndarray, inputs: Sequence[np.ndarray]) -> SharedPrefix:
+    best = SharedPrefix(0, 0)
+    for source in range(max(0, len(inputs) - MAX_COMPARED), len(inputs)):
+        length = _common_length(own, inputs[source])
+        if length > best.length:
+            best = SharedPrefix(source, length)
+    return best if best.length >= MIN_SHARED else SharedPrefix(0, 0)
+
+
+def _common_length(one: np.ndarray, other: np.ndarray) -> int:
+    num = min(len(one), len(other))
+    differs = one[:num] != other[:num]
+    first = int(differs.argmax()) if num else 0
+    return first if num and differs[first] else num
 
 
 class ChunkQueue:
@@ -213,8 +267,9 @@ class PackedPass:
     tokens_N: np.ndarray
     positions_N: np.ndarray
     """Restart at 0 with every sequence."""
-    lengths: tuple[int, ...]
-    """Tokens of each sequence, padding sequence included."""
+    attention: tuple[np.ndarray, ...]
+    """Batches of sequences that attend together, each [S, T]: the place in the pass of each of
+    their tokens. A shared prefix is in several; short ones repeat their last token at the end."""
     segments: tuple[Segment, ...]
     """One per chunk, then the padding if there is any."""
     selected_M: np.ndarray
@@ -255,52 +310,110 @@ def pack(chunks: Sequence[Chunk], *, is_exact: bool) -> PackedPass:
 
     An exact pass is padded with a sequence of its own to a multiple of `VECTOR_ELEMENTS` tokens, so
     that no real element is ever in the odd tail of an array; this covers the least row count for
-    bitwise equal matrix products, too.
+    bitwise equal matrix products, too. Sequences attend together with those of their own chunk only
+    then.
     """
     ordered = sorted(chunks, key=lambda chunk: chunk.submission.slot or Slot(0, -1))
-    tokens, lengths, segments = [], [], []
-    selected, targets, temperatures, datum_ids, scored_by_datum, bounds = [], [], [], [], [], []
-    num_tokens = num_scored = num_data = 0
+    layouts, num_tokens = [], 0
     for chunk in ordered:
-        is_training = chunk.submission.is_training
-        chunk_start, scored_start = num_tokens, num_scored
-        for datum in chunk.data:
-            scored = scored_positions(datum, is_training)
-            length = int(scored[-1]) if len(scored) else 0
-            if length:
-                tokens.append(datum.tokens[:length])
-                lengths.append(length)
-                selected.append(scored + (num_tokens - 1))
-                targets.append(datum.tokens[scored])
-            temperatures.append(np.full(len(scored), datum.temperature))
-            datum_ids.append(np.full(len(scored), num_data))
-            scored_by_datum.append(scored)
-            num_tokens += length
-            num_scored += len(scored)
-            num_data += 1
-        segments.append(Segment(chunk.submission.slot, num_tokens - chunk_start))
-        bounds.append((scored_start, num_scored))
+        layouts.append(_ChunkLayout.of(chunk, num_tokens))
+        num_tokens = layouts[-1].end
+    tokens = [layout.tokens for layout in layouts]
+    positions = [layout.positions for layout in layouts]
+    segments = [
+        Segment(chunk.submission.slot, len(layout.tokens))
+        for chunk, layout in zip(ordered, layouts, strict=True)
+    ]
+    places = [layout.places for layout in layouts]
     num_padding = -num_tokens % VECTOR_ELEMENTS if is_exact else 0
     if num_padding:
+        padding = np.arange(num_padding)
         tokens.append(np.zeros(num_padding, dtype=np.int64))
-        lengths.append(num_padding)
+        positions.append(padding)
         segments.append(Segment(None, num_padding))
+        places.append([num_tokens + padding])
+    data = [datum for chunk in ordered for datum in chunk.data]
+    scored = [scored for layout in layouts for scored in layout.scored]
+    num_scored = [len(indices) for indices in scored]
+    ends = np.cumsum([sum(map(len, layout.scored)) for layout in layouts]).tolist()
+    together = places if is_exact else [[place for own in places for place in own]]
     return PackedPass(
         chunks=tuple(ordered),
         tokens_N=_concatenate(tokens, np.int64),
-        positions_N=_concatenate([np.arange(length) for length in lengths], np.int64),
-        lengths=tuple(lengths),
+        positions_N=_concatenate(positions, np.int64),
+        attention=tuple(batch for own in together for batch in batch_by_length(own)),
         segments=tuple(segments),
-        selected_M=_concatenate(selected, np.int64),
-        targets_M=_concatenate(targets, np.int64),
-        temperatures_M=_concatenate(temperatures, np.float64),
-        datum_M=_concatenate(datum_ids, np.int64),
-        scored=tuple(scored_by_datum),
-        chunk_bounds=tuple(bounds),
+        selected_M=_concatenate([sel for layout in layouts for sel in layout.selected], np.int64),
+        targets_M=_concatenate(
+            [datum.tokens[where] for datum, where in zip(data, scored, strict=True)], np.int64
+        ),
+        temperatures_M=np.repeat([datum.temperature for datum in data], num_scored),
+        datum_M=np.repeat(np.arange(len(data)), num_scored),
+        scored=tuple(scored),
+        chunk_bounds=tuple(zip([0, *ends[:-1]], ends, strict=True)),
     )
 
 
-def _concatenate(pieces: list[np.ndarray], dtype: type) -> np.ndarray:
+@dataclass(frozen=True, slots=True, eq=False)
+class _ChunkLayout:
+    """Where the tokens of one chunk are in a pass."""
+
+    tokens: np.ndarray
+    """The tokens to compute, shared ones once."""
+    positions: np.ndarray
+    end: int
+    """Place after the last one."""
+    places: list[np.ndarray]
+    """Per sequence that has tokens, the place in the pass of each."""
+    scored: list[np.ndarray]
+    """Per datum, the token indices whose logprob is wanted."""
+    selected: list[np.ndarray]
+    """Per datum, the places of their predictions."""
+
+    @classmethod
+    def of(cls, chunk: Chunk, start: int) -> "_ChunkLayout":
+        tokens: list[np.ndarray] = []
+        positions: list[np.ndarray] = []
+        places: list[np.ndarray] = []
+        scored: list[np.ndarray] = []
+        end = start
+        for datum, (source, num_shared) in zip(chunk.data, chunk.shared, strict=True):
+            wanted = scored_positions(datum, chunk.submission.is_training)
+            length = int(wanted[-1]) if len(wanted) else 0
+            num_new = length - num_shared
+            shared = places[source][:num_shared] if num_shared else np.zeros(0, dtype=np.int64)
+            places.append(np.concatenate([shared, np.arange(end, end + num_new)]))
+            tokens.append(datum.tokens[num_shared:length])
+            positions.append(np.arange(num_shared, length))
+            scored.append(wanted)
+            end += num_new
+        return cls(
+            tokens=_concatenate(tokens, np.int64),
+            positions=_concatenate(positions, np.int64),
+            end=end,
+            places=[own for own in places if len(own)],
+            scored=scored,
+            selected=[own[where - 1] for own, where in zip(places, scored, strict=True)],
+        )
+
+
+def batch_by_length(places: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return sequences as batches [S, T] of similar length, longest first.
+
+    What is added at a sequence's end is never seen by its own tokens, attention being causal.
+    """
+    batches: list[list[np.ndarray]] = []
+    for own in sorted(places, key=len, reverse=True):
+        if not batches or len(own) < MIN_FILL * len(batches[-1][0]):
+            batches.append([])
+        batches[-1].append(own)
+    return [
+        np.stack([np.pad(own, (0, len(batch[0]) - len(own)), mode="edge") for own in batch])
+        for batch in batches
+    ]
+
+
+def _concatenate(pieces: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     if not pieces:
         return np.zeros(0, dtype=dtype)
     return np.concatenate(pieces).astype(dtype, copy=False)

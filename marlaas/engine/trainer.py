@@ -40,7 +40,7 @@ from marlaas.engine.packing import Chunk, ChunkQueue, PackedPass, PassCost, Subm
 from marlaas.engine.policy_state import PolicyState, load_snapshot, save_snapshot
 from marlaas.engine.types import Work
 from marlaas.errors import InvalidRequest
-from marlaas.model.attention import PackedSequences
+from marlaas.model.attention import BatchedSequences
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import LoraBatch, Slot, init_adapter
 from marlaas.types import (
@@ -297,7 +297,7 @@ class LoraTrainer:
         hidden_ND = base.hidden(
             self._tensor(packed.tokens_N),
             self._tensor(packed.positions_N),
-            PackedSequences(packed.lengths),
+            BatchedSequences.build(packed.attention, base.device),
             base.bank.batch,
         )
         inverse_temperature_M = None

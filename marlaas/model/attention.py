@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -54,6 +55,52 @@ class PackedSequences:
             strict=True,
         )
         return torch.cat([causal_attention(q, k, v, scaling) for q, k, v in pieces])
+
+
+@dataclass(frozen=True, slots=True)
+class BatchedSequences:
+    """Whole sequences in batches of similar length, one product a batch; prefixes may be shared.
+
+    A batch [S, T] lists the place in the pass of each token of its sequences. A place may be in
+    several sequences: then their tokens up to there are the same. Sequences shorter than T repeat
+    their last token; these rows come after the real ones, which never see them.
+    """
+
+    shapes: Sequence[tuple[int, int]]
+    """[S, T] of each batch."""
+    place_L: Tensor
+    """int64. Place in the pass of each token of all batches."""
+    own_N: Tensor
+    """int64. Where each token of the pass is among these."""
+
+    @classmethod
+    def build(cls, batches: Sequence[np.ndarray], device: torch.device) -> "BatchedSequences":
+        place_L = np.concatenate([batch.ravel() for batch in batches])
+        # Of a token's rows the first is a real one: repeated last tokens come after them.
+        _, own_N = np.unique(place_L, return_index=True)
+        return cls(
+            [batch.shape for batch in batches],
+            torch.from_numpy(place_L).to(device),
+            torch.from_numpy(own_N).to(device),
+        )
+
+    def attend(
+        self, layer_idx: int, q_NHE: Tensor, k_NGE: Tensor, v_NGE: Tensor, scaling: float
+    ) -> Tensor:
+        sizes = [num_sequences * length for num_sequences, length in self.shapes]
+        pieces = zip(
+            self.shapes,
+            *(x.index_select(0, self.place_L).split(sizes) for x in (q_NHE, k_NGE, v_NGE)),
+            strict=True,
+        )
+        outs = []
+        for shape, *qkv in pieces:
+            q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in qkv)
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            outs.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outs).index_select(0, self.own_N)
 
 
 def causal_attention(q_TGE: Tensor, k_TGE: Tensor, v_TGE: Tensor, scaling: float) -> Tensor:

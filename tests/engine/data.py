@@ -1,5 +1,8 @@
 """Random training data for tests of the trainer."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from marlaas.engine.adapter_io import target_kinds
@@ -26,6 +29,18 @@ def random_datum(
         reference_logprobs=rng.uniform(-6, -3, num_tokens).astype(np.float32),
         temperature=temperature,
     )
+
+
+def random_group(rng: np.random.Generator, num_prompt: int, lengths: Sequence[int]) -> list[Datum]:
+    """Return data with a common prompt: siblings of one group, the last one equal to the first."""
+    prompt = rng.integers(0, VOCAB, num_prompt).astype(np.int32)
+    group = []
+    for length in lengths:
+        datum = random_datum(rng, num_prompt + length, num_prompt=num_prompt)
+        tokens = np.concatenate([prompt, datum.tokens[num_prompt:]])
+        group.append(replace(datum, tokens=tokens))
+    same = replace(group[-1], tokens=group[0].tokens, weights=group[0].weights)
+    return [*group, same] if lengths[0] == lengths[-1] else group
 
 
 def host(trainer: LoraTrainer, key: str, spec: AdapterSpec, *, size: float = 0.1) -> Slot:
