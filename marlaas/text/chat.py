@@ -209,15 +209,21 @@ def _reply(content: str) -> Message:
 
 
 def _appends(template: ChatTemplate, reply: str, role: str) -> bool:
-    """Return whether two turns rendered piece by piece equal the whole conversation."""
+    """Return whether two turns rendered piece by piece equal the whole conversation.
+
+    White space that a template puts before a reply is left to the policy: it samples its own.
+    """
     opening = [Message("user", "Is it so?")]
     between = [Message(role, "Look again.")]
     try:
+        start = template.render(opening, opens_reply=True)
+        begun = template.render([*opening, _reply(_STAND_IN)], opens_reply=True)
+        space = begun.partition(_STAND_IN)[0].removeprefix(start)
         whole = template.render(
             [*opening, _reply(reply), *between, _reply(reply), *between], opens_reply=True
         )
-        piece = reply + template.render_after_reply(between)
-        return whole == template.render(opening, opens_reply=True) + piece + piece
+        piece = space + reply + template.render_after_reply(between)
+        return not space.strip() and whole == start + piece + piece
     except InvalidRequest:
         return False
 

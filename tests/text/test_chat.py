@@ -120,6 +120,41 @@ def test_an_appending_template_is_safe():
     assert check_template(ChatTemplate(CHATML, {})) == ("", {})
 
 
+HEADERS = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}"
+    "<|eot|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
+)
+INSTRUCTIONS = (
+    "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+TURNS = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}<turn>"
+    "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}</turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<turn>model\n{% endif %}"
+)
+
+
+def test_common_ways_of_writing_templates_are_safe():
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    for template, missing in (
+        (HEADERS, set()),
+        (INSTRUCTIONS, {"system", "tool"}),
+        (TURNS, {"system"}),
+    ):
+        reason, roles = check_template(ChatTemplate(template, special))
+        assert (reason, set(roles)) == ("", missing)
+
+
+def test_a_template_that_starts_replies_with_a_thought_it_later_drops_is_refused():
+    thinks = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")
+    reason, _ = check_template(ChatTemplate(thinks, {}))
+    assert "earlier turns" in reason
+
+
 def test_a_template_that_strips_earlier_thinking_is_refused_for_several_turns():
     strips = CHATML.replace(
         "{{ m.content }}",

@@ -144,13 +144,13 @@ SEARCH_SETTINGS = ((SearchSettings(), 82), (SearchSettings(hops=2), 18))
 SEARCH_STYLES = {
     "skills": {"right": 0.47, "quote": 0.50, "bad_query_first": 0.03},
     "mixed": {
-        "right": 0.30,
-        "quote": 0.20,
+        "right": 0.25,
+        "quote": 0.28,
         "bad_query_first": 0.06,
         "bad_query": 0.08,
-        "wrong_answer": 0.12,
+        "wrong_answer": 0.11,
         "plain": 0.08,
-        "guess": 0.10,
+        "guess": 0.08,
         "refusal": 0.06,
     },
 }
