@@ -1,7 +1,8 @@
 """Adapters on disk: folders that PEFT reads, and back.
 
-    folder/adapter_config.json           rank, alpha, target modules
-    folder/adapter_model.safetensors     base_model.model.<module>.lora_A.weight [r, in], lora_B [out, r]
+    adapter_config.json          rank, alpha, target modules
+    adapter_model.safetensors    base_model.model.<module>.lora_A.weight [r, in]
+                                 base_model.model.<module>.lora_B.weight [out, r]
 
 A row of the bank is padded to its bucket's rank; a folder and a content hash hold the real values
 only, so both are the same whatever bucket an adapter lives in. What a folder asks for and a row
@@ -56,12 +57,13 @@ _REFUSED: Mapping[str, str] = {
 """Settings of PEFT that change what an adapter computes, and what they mean."""
 
 _HARMLESS = frozenset(
-    (
-        "peft_type task_type peft_version auto_mapping base_model_name_or_path revision "
-        "inference_mode r lora_alpha lora_dropout bias target_modules exclude_modules use_rslora "
-        "init_lora_weights layers_to_transform layers_pattern ensure_weight_tying qalora_group_size "
-        "eva_config megatron_core runtime_config"
-    ).split()
+    {
+        *("peft_type", "task_type", "peft_version", "auto_mapping", "inference_mode", "revision"),
+        *("base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "bias", "use_rslora"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("init_lora_weights", "eva_config", "qalora_group_size", "megatron_core"),
+        *("ensure_weight_tying", "runtime_config"),
+    }
 )
 """Settings that are read here, or that say nothing beyond the tensors in the folder."""
 

@@ -82,38 +82,43 @@ def cut_head_chunks(
     return chunks
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRows:
+    """What to score: whose rows they are, and their target tokens."""
+
+    targets_M: Tensor
+    segments: Sequence[Segment]
+    """Whose rows these are, in order; one segment per adapter."""
+    inverse_temperature_M: Tensor | None = None
+    """Logits are multiplied by it; None means 1."""
+    grad_rows: Sequence[Tensor | None] | None = None
+    """Per segment, the row [P] that the gradient of its head adapter is added to."""
+
+
 def selected_logprobs(
     base: BaseModel,
     hidden_MD: Tensor,
-    targets_M: Tensor,
-    segments: Sequence[Segment],
+    rows: ScoredRows,
     *,
-    inverse_temperature_M: Tensor | None = None,
-    grad_rows: Sequence[Tensor | None] | None = None,
     is_exact: bool = False,
     max_chunk_logits: int = MAX_CHUNK_LOGITS,
 ) -> Tensor:
     """Return log p(target | hidden) for every row [M], in fp32 or wider.
 
-    Differentiable towards `hidden_MD`; the head adapters' gradients are added to `grad_rows` (one
-    per segment) in the backward pass.
-
-    Args:
-        segments: whose rows these are, in order; one segment per adapter.
-        inverse_temperature_M: logits are multiplied by it; None means 1.
-        is_exact: neighbours change no bit of a row's result.
+    Differentiable towards `hidden_MD`; the head adapters' gradients are added to their rows in the
+    backward pass. With `is_exact` neighbours change no bit of a row's result.
     """
     max_rows = max(MIN_CHUNK_ROWS, max_chunk_logits // base.vocab_size)
+    grad_rows = rows.grad_rows or [None] * len(rows.segments)
+    chunks = cut_head_chunks(rows.segments, grad_rows, max_rows, is_exact=is_exact)
     pass_ = HeadPass(
         base=base,
-        targets_M=targets_M,
-        inverse_temperature_M=inverse_temperature_M,
-        chunks=cut_head_chunks(
-            segments, grad_rows or [None] * len(segments), max_rows, is_exact=is_exact
-        ),
+        targets_M=rows.targets_M,
+        inverse_temperature_M=rows.inverse_temperature_M,
+        chunks=chunks,
         is_exact=is_exact,
     )
-    if torch.is_grad_enabled() and (hidden_MD.requires_grad or grad_rows is not None):
+    if torch.is_grad_enabled() and (hidden_MD.requires_grad or rows.grad_rows is not None):
         return _SelectedLogprobs.apply(hidden_MD, base.bank.anchor, pass_)
     return pass_.score(hidden_MD)[0]
 

@@ -1,6 +1,6 @@
-"""How training data become passes: predicted cost, chunks of one policy, passes over many policies.
+"""How training data become passes: predicted cost, chunks of one policy, passes over many.
 
-    data of one policy ── cut ──► chunks ── ChunkQueue.pop_pass ──► one fused pass ── pack ──► arrays
+    data of one policy ── cut ──► chunks ── ChunkQueue.pop_pass ──► a fused pass ── pack ──► arrays
 
 Invariants:
 - Where a policy's data are cut depends on its own data and the budget, never on who else trains.
@@ -8,10 +8,11 @@ Invariants:
   none waits for more than one pass of each other policy.
 - Chunks are taken whole. A pass stays within the budget unless a single chunk is larger.
 
-Shape suffixes: N tokens of a pass, M positions of it whose next token is scored, T tokens of a datum.
+Shape suffixes: N tokens of a pass, M positions of it whose next token is scored, S sequences of an
+attention batch, T tokens of a datum or of the longest sequence of a batch.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -53,41 +54,39 @@ class PassCost:
 
     cost_per_pair: float
     """Cost of one pair of positions in attention."""
-    activation_bytes_per_token: int
-    """Bytes that autograd keeps for one token when no layer is checkpointed."""
+    bytes_per_token: int
+    """What autograd keeps for one token of a pass outside attention, no layer checkpointed."""
+    bytes_per_place: int
+    """What it keeps for one place of an attention batch: q, k, v and the output, all layers."""
 
     @classmethod
     def of(cls, base: BaseModel) -> "PassCost":
         shapes = base.bank.modules
         num_weights = sum(shape.in_features * shape.out_features for shape in shapes)
-        query_width = sum(shape.out_features for shape in shapes if shape.kind == "q_proj")
-        kept = sum(_kept_elements(shape.kind, shape.in_features) for shape in shapes)
-        kept += sum(_kept_elements(shape.kind + "_out", shape.out_features) for shape in shapes)
-        return cls(7 * query_width / (4 * num_weights), kept * base.head.weight.element_size())
+        width_out = Counter[str]()
+        width_in = Counter[str]()
+        for shape in shapes:
+            width_out[shape.kind] += shape.out_features
+            width_in[shape.kind] += shape.in_features
+        # Before q and before gate: the residual stream and its norm. In the gated product: gate,
+        # silu(gate), up, and the product, which is the input of down.
+        per_token = 2 * width_in["q_proj"] + width_in["o_proj"] + 2 * width_in["gate_proj"]
+        per_token += 2 * width_out["gate_proj"] + width_out["up_proj"] + width_in["down_proj"]
+        per_place = 2 * width_out["q_proj"] + width_out["k_proj"] + width_out["v_proj"]
+        size_bytes = base.head.weight.element_size()
+        return cls(
+            cost_per_pair=7 * width_out["q_proj"] / (4 * num_weights),
+            bytes_per_token=per_token * size_bytes,
+            bytes_per_place=per_place * size_bytes,
+        )
 
     def __call__(self, num_tokens: int, num_shared: int = 0) -> float:
         """Return the cost of one sequence, the first `num_shared` tokens of which are there."""
         return num_tokens - num_shared + self.cost_per_pair * num_tokens**2
 
-
-def _kept_elements(place: str, width: int) -> int:
-    """Return how many elements per token autograd keeps at one place of a decoder layer.
-
-    Norm and q/k/v share their input's two forms (raw and normed), so do norm and gate/up; attention
-    keeps q, k, v and its output; the gated product keeps gate, silu(gate) and up.
-    """
-    num_copies = {
-        "q_proj": 2,
-        "gate_proj": 2,
-        "q_proj_out": 2,
-        "k_proj_out": 1,
-        "v_proj_out": 1,
-        "o_proj": 1,
-        "gate_proj_out": 2,
-        "up_proj_out": 1,
-        "down_proj": 1,
-    }
-    return num_copies.get(place, 0) * width
+    def activation_bytes(self, num_tokens: int, num_places: int) -> int:
+        """Return what autograd keeps of a pass."""
+        return num_tokens * self.bytes_per_token + num_places * self.bytes_per_place
 
 
 # ---------------------------------------------------------------------------------------------
@@ -96,7 +95,7 @@ def _kept_elements(place: str, width: int) -> int:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Submission:
-    """One call of a policy on its way through the trainer: `queued -> cut in chunks -> finished`."""
+    """One call of a policy on its way through the trainer: `queued -> in chunks -> finished`."""
 
     ticket: Hashable
     key: Hashable
@@ -289,7 +288,13 @@ class PackedPass:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that are computed, padding included."""
         return len(self.tokens_N)
+
+    @property
+    def num_places(self) -> int:
+        """Places in attention batches, shared and repeated ones as often as they occur."""
+        return sum(batch.size for batch in self.attention)
 
     @property
     def head_segments(self) -> list[Segment]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from marlaas.engine.adapter_io import hash_adapter, target_kinds
 from marlaas.engine.checkpointing import checkpointed, decoder_layers
-from marlaas.engine.logprobs import selected_logprobs
+from marlaas.engine.logprobs import ScoredRows, selected_logprobs
 from marlaas.engine.objectives import (
     TrainedTokens,
     check_objective,
@@ -245,12 +245,8 @@ class LoraTrainer:
             outputs = self._train(packed)
         else:
             outputs = self._score(packed)
-        num_tokens = sum(chunk_length for chunk_length in self._real_lengths(packed))
+        num_tokens = sum(segment.length for segment in packed.segments[: len(chunks)])
         return self._collect(packed, outputs), Work("train", num_tokens)
-
-    @staticmethod
-    def _real_lengths(packed: PackedPass) -> list[int]:
-        return [segment.length for segment in packed.segments[: len(packed.chunks)]]
 
     def _collect(
         self, packed: PackedPass, outputs: list[DatumOutput]
@@ -284,7 +280,7 @@ class LoraTrainer:
             grad_rows=[*grad_rows, *[None] * (len(packed.segments) - len(grad_rows))],
             is_exact=self._is_exact,
         )
-        with torch.enable_grad(), bank.active(batch), self._checkpointing_of(packed.num_tokens):
+        with torch.enable_grad(), bank.active(batch), self._checkpointing_of(packed):
             logprobs_M = self._logprobs(packed, grad_rows)
             loss_M, upstream_M, counts = self._losses(packed, logprobs_M.detach())
             self._isolate_non_finite(packed, states, loss_M, upstream_M)
@@ -303,15 +299,14 @@ class LoraTrainer:
         inverse_temperature_M = None
         if (packed.temperatures_M != 1.0).any():
             inverse_temperature_M = self._tensor(1.0 / packed.temperatures_M, self._dtype)
-        return selected_logprobs(
-            base,
-            hidden_ND[self._tensor(packed.selected_M)],
-            self._tensor(packed.targets_M),
-            packed.head_segments,
+        rows = ScoredRows(
+            targets_M=self._tensor(packed.targets_M),
+            segments=packed.head_segments,
             inverse_temperature_M=inverse_temperature_M,
             grad_rows=grad_rows,
-            is_exact=self._is_exact,
         )
+        selected_MD = hidden_ND.index_select(0, self._tensor(packed.selected_M))
+        return selected_logprobs(base, selected_MD, rows, is_exact=self._is_exact)
 
     def _losses(
         self, packed: PackedPass, logprobs_M: Tensor
@@ -379,8 +374,8 @@ class LoraTrainer:
                 upstream_M[start:end] = 0.0
 
     @contextmanager
-    def _checkpointing_of(self, num_tokens: int) -> Iterator[None]:
-        predicted_bytes = num_tokens * self.cost.activation_bytes_per_token
+    def _checkpointing_of(self, packed: PackedPass) -> Iterator[None]:
+        predicted_bytes = self.cost.activation_bytes(packed.num_tokens, packed.num_places)
         is_needed = self._checkpointing == "always" or (
             self._checkpointing == "auto" and predicted_bytes > self._activation_budget_bytes
         )

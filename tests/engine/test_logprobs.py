@@ -5,7 +5,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from marlaas.engine.logprobs import MIN_CHUNK_ROWS, cut_head_chunks, selected_logprobs
+from marlaas.engine.logprobs import (
+    MIN_CHUNK_ROWS,
+    ScoredRows,
+    cut_head_chunks,
+    selected_logprobs,
+)
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import Segment, Slot
 from tests.models import ALL_KINDS, BLOCK_KINDS, random_adapter, random_llama
@@ -81,15 +86,14 @@ def test_chunked_logprobs_and_gradients_equal_whole_logits(
     grad_rows = [
         None if slot is None else torch.zeros_like(base.bank.read(slot)) for slot, _ in segments
     ]
-    logprobs_M = selected_logprobs(
-        base,
-        own_MD,
-        targets_M,
-        segments,
+    rows = ScoredRows(
+        targets_M=targets_M,
+        segments=segments,
         inverse_temperature_M=inverse_temperature_M,
         grad_rows=grad_rows,
-        is_exact=is_exact,
-        max_chunk_logits=max_chunk_logits,
+    )
+    logprobs_M = selected_logprobs(
+        base, own_MD, rows, is_exact=is_exact, max_chunk_logits=max_chunk_logits
     )
     logprobs_M.backward(upstream_M)
     torch.testing.assert_close(logprobs_M.detach(), expected_M.detach(), rtol=1e-12, atol=1e-12)
@@ -110,9 +114,8 @@ def test_autograd_agrees_with_finite_differences() -> None:
     slot = random_adapter(base, 4, kinds=ALL_KINDS)
     hidden_MD = torch.randn(6, 32, dtype=torch.float64, requires_grad=True)
     targets_M = torch.arange(6)
-    assert torch.autograd.gradcheck(
-        lambda x: selected_logprobs(base, x, targets_M, [Segment(slot, 6)]), hidden_MD
-    )
+    rows = ScoredRows(targets_M=targets_M, segments=[Segment(slot, 6)])
+    assert torch.autograd.gradcheck(lambda x: selected_logprobs(base, x, rows), hidden_MD)
 
 
 def test_no_tensor_is_larger_than_one_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +124,7 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(monkeypatch: pytest.Monkey
     sizes = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             if isinstance(out, Tensor):
                 sizes.append(out.numel())
@@ -130,15 +133,13 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(monkeypatch: pytest.Monkey
     hidden_MD = torch.randn(300, 32, requires_grad=True)
     targets_M = torch.zeros(300, dtype=torch.int64)
     max_chunk_logits = 512 * 100
+    rows = ScoredRows(
+        targets_M=targets_M,
+        segments=[Segment(slot, 300)],
+        grad_rows=[torch.zeros_like(base.bank.read(slot))],
+    )
     with Watch():
-        logprobs_M = selected_logprobs(
-            base,
-            hidden_MD,
-            targets_M,
-            [Segment(slot, 300)],
-            grad_rows=[torch.zeros_like(base.bank.read(slot))],
-            max_chunk_logits=max_chunk_logits,
-        )
+        logprobs_M = selected_logprobs(base, hidden_MD, rows, max_chunk_logits=max_chunk_logits)
         logprobs_M.backward(torch.ones(300))
     assert max(sizes) == max_chunk_logits
 
@@ -170,7 +171,8 @@ def test_logprobs_are_computed_in_fp32_or_wider() -> None:
     base = random_llama(dtype=torch.bfloat16)
     hidden_MD = torch.randn(4, 32, dtype=torch.bfloat16)
     targets_M = torch.arange(4)
-    logprobs_M = selected_logprobs(base, hidden_MD, targets_M, [Segment(None, 4)])
+    rows = ScoredRows(targets_M=targets_M, segments=[Segment(None, 4)])
+    logprobs_M = selected_logprobs(base, hidden_MD, rows)
     assert logprobs_M.dtype == torch.float32
     expected_MV = F.linear(hidden_MD, base.head.weight).float().log_softmax(-1)
     torch.testing.assert_close(logprobs_M, expected_MV[range(4), range(4)])
