@@ -127,7 +127,8 @@ class ScriptedEnv:
             stretch = (1 + rng.pareto(family.tail)) if family.tail else 1.0
             await asyncio.sleep(family.tool_s * min(stretch, 1e6))
         if rng.random() < family.fail_rate:
-            raise EnvironmentFailure(rng.choice(list(FailureKind)), "scripted")
+            kinds = list(FailureKind)
+            raise EnvironmentFailure(kinds[rng.integers(len(kinds))], "scripted")
         if family.crash == "step":
             raise ValueError("a bug in the environment")
         if is_last or self._turn == family.max_turns or rng.random() < 0.2:
@@ -415,12 +416,8 @@ class FakeWorker:
         await self._work(self.speed.call_s)
         policy = self._policy(policy_id)
         gradient, policy.gradient = policy.gradient, None
-        if gradient is not None and self.is_vetoed(policy_id, policy.version + 1):
-            return StepResult(
-                version=policy.version, grad_norm=float("nan"),
-                adapter_hash=hash_of(policy.logits), is_vetoed=True,
-            )  # fmt: skip
-        if gradient is not None:
+        is_vetoed = gradient is not None and self.is_vetoed(policy_id, policy.version + 1)
+        if gradient is not None and not is_vetoed:
             policy.logits = policy.logits + adam.lr * gradient
         policy.version += 1
         policy.pending = policy.logits
@@ -428,7 +425,10 @@ class FakeWorker:
             _write(Path(snapshot), policy.version, policy.logits)
         norm = 0.0 if gradient is None else float(np.linalg.norm(gradient))
         return StepResult(
-            version=policy.version, grad_norm=norm, adapter_hash=hash_of(policy.logits)
+            version=policy.version,
+            grad_norm=float("nan") if is_vetoed else norm,
+            adapter_hash=hash_of(policy.logits),
+            is_vetoed=is_vetoed,
         )
 
     async def publish(self, policy_id: PolicyId, version: int) -> None:

@@ -175,9 +175,9 @@ _PRESETS: tuple[Algorithm, ...] = (
     Algorithm(
         preset="cispo",
         advantage=group_standard,
-        # arXiv 2506.13585 sets no lower bound (clip_low 1 is ratio >= 0) and tunes the upper one
-        # without naming it; 0.28 is the upper side of DAPO, on which the paper builds.
-        objective=Objective(name="cispo", params={"clip_low": 1.0, "clip_high": 0.28}),
+        # arXiv 2506.13585 sets no lower bound (clip_low 1 is ratio >= 0) and does not name the
+        # upper one; ScaleRL, arXiv 2510.13786, finds it uncritical between 4 and 8: ratio <= 5.
+        objective=Objective(name="cispo", params={"clip_low": 1.0, "clip_high": 4.0}),
         normaliser=by_step_tokens,
         keeps=has_variance,
     ),

@@ -36,6 +36,7 @@ from marlaas.loop.rollout import ChatTokenizer, GroupPlan, GroupRollout
 from marlaas.loop.training import Outcome, train
 from marlaas.store.db import Store
 from marlaas.types import (
+    Generator,
     Group,
     JobId,
     JobObserver,
@@ -144,10 +145,11 @@ class Controller:
                     self._open_group(self._jobs[job_id], station)
             await self._wake.wait()
 
-    async def _roll_out(self, job: Job, plan: GroupPlan, estimate_s: float) -> None:
+    async def _roll_out(
+        self, job: Job, plan: GroupPlan, generator: Generator, estimate_s: float
+    ) -> None:
         """Sample a group, hand it to the buffer or its evaluation, settle what it cost."""
         rollout = GroupRollout(job.spec, job.family, self._tokenizer, plan)
-        station, generator = job.policy.station, job.policy.generator(plan.size)
         job.rollouts[plan] = rollout
         try:
             group = await rollout.run(generator)
@@ -155,11 +157,10 @@ class Controller:
             await job.policy.recover()
             job.give_back(plan)
         else:
-            station.settle(job.spec, group, estimate_s, is_training=plan.is_training)
+            job.policy.station.settle(job.spec, group, estimate_s, is_training=plan.is_training)
             self._hand_over(job, plan, group)
         finally:
             del job.rollouts[plan]
-            generator.close()
         self._ready(job)
 
     async def _train(self, job: Job) -> None:
@@ -292,7 +293,9 @@ class Controller:
         if plan.is_training:
             self._store.open_group(job.spec.tenant, job.spec.name, plan.index, version=plan.version)
         estimate_s = station.charge(job.spec, plan.size)
-        job.spawn_rollout(self._roll_out(job, plan, estimate_s))
+        generator = job.policy.generator(plan.size)  # its places are reserved from here on
+        task = job.spawn_rollout(self._roll_out(job, plan, generator, estimate_s))
+        task.add_done_callback(lambda _: generator.close())
 
     def _hand_over(self, job: Job, plan: GroupPlan, group: Group) -> None:
         """Give a finished group to whoever asked for it; training groups are stored first."""

@@ -237,9 +237,12 @@ class CostModel:
             if tokens >= self.MIN_TOKENS:
                 self._rates_s[kind] = stats.busy_s.get(kind, 0.0) / tokens
 
-    def forget(self, job_id: JobId) -> TokenCounts:
-        """Drop what is known of a job, and return it."""
-        return self._counts.pop(job_id)
+    def counts_of(self, job_id: JobId) -> TokenCounts:
+        """Return what the job's next group is expected to need."""
+        return self._counts[job_id]
+
+    def forget(self, job_id: JobId) -> None:
+        del self._counts[job_id]
 
     def seconds(self, counts: TokenCounts) -> float:
         """Return device seconds of given token counts; never 0, since nothing is free."""

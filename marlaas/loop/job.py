@@ -153,9 +153,9 @@ class Job:
 
     # Tasks ------------------------------------------------------------------------------------
 
-    def spawn_rollout(self, rollout: Coroutine[None, None, None]) -> None:
+    def spawn_rollout(self, rollout: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Run a rollout; its failure is the job's."""
-        self._spawn(rollout, self._sampling)
+        return self._spawn(rollout, self._sampling)
 
     def spawn_evaluation(self, evaluation: Coroutine[None, None, None]) -> None:
         self._spawn(evaluation, self.judging)
@@ -169,7 +169,8 @@ class Job:
 
     def _spawn(
         self, coroutine: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]
-    ) -> None:
+    ) -> asyncio.Task[None]:
         task = self._tasks.create_task(coroutine)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        return task

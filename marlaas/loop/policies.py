@@ -41,8 +41,10 @@ MAX_RECOVERIES = 5
 RATE_PERIOD_S = 2.0
 """Shortest time between two questions for a worker's rates, which change slowly."""
 
-NOWHERE = -1
-"""Incarnation of no worker: the policy is not loaded."""
+Home = tuple[str, int]
+"""Name and incarnation of the worker that holds a policy."""
+
+NOWHERE: Home = ("", -1)
 
 
 class Worker(Protocol):
@@ -105,6 +107,11 @@ class Station:
             self.costs.learn(spec.job_id, counts)
         self.queue.charge(spec, self.costs.seconds(counts) - estimate_s)
 
+    def forget(self, spec: JobSpec) -> None:
+        """A job lives here no more."""
+        self.queue.forget(spec)
+        self.costs.forget(spec.job_id)
+
     async def learn_rates(self) -> None:
         """Ask the worker how long its work takes, now and then."""
         if runtime.now_s() - self._refreshed_s >= RATE_PERIOD_S:
@@ -149,16 +156,16 @@ class Placement:
 
     def move(self, spec: JobSpec) -> Station:
         """Give up a job's station, which will not come back, and return another one."""
-        station = self.station_of(spec)
-        self._lost.add(station.worker.name)
-        station.queue.forget(spec)
-        return self.assign(spec, station.costs.forget(spec.job_id))
+        left = self.station_of(spec)
+        self._lost.add(left.worker.name)
+        station = self.assign(spec, left.costs.counts_of(spec.job_id))
+        left.forget(spec)
+        return station
 
     def release(self, spec: JobSpec) -> None:
         """A job has ended."""
         station, _ = self._assigned.pop(spec.job_id)
-        station.queue.forget(spec)
-        station.costs.forget(spec.job_id)
+        station.forget(spec)
 
 
 class PolicyGenerator:
@@ -169,10 +176,10 @@ class PolicyGenerator:
     """
 
     def __init__(
-        self, station: Station, incarnation: int, num_sequences: int, on_leave: Callable[[], None]
+        self, station: Station, home: Home, num_sequences: int, on_leave: Callable[[], None]
     ) -> None:
         self._station = station
-        self._incarnation = incarnation
+        self._home = home
         self._num_reserved = num_sequences
         self._on_leave = on_leave
         station.load.num_reserved += num_sequences
@@ -201,7 +208,7 @@ class PolicyGenerator:
 
     @property
     def _is_bound(self) -> bool:
-        return self._station.worker.incarnation == self._incarnation
+        return _home(self._station.worker) == self._home
 
     def _unreserve(self, count: int) -> None:
         self._num_reserved -= count
@@ -233,7 +240,7 @@ class Policy:
         self._live: set[int] = set()
         self._held: Counter[int] = Counter()
         self._oldest_needed = 0
-        self._incarnation = NOWHERE
+        self._home = NOWHERE
         self._lock = asyncio.Lock()
 
     # Where ----------------------------------------------------------------------------------
@@ -250,13 +257,13 @@ class Policy:
             WorkerLost: the worker went away since the policy was loaded.
         """
         worker = self.station.worker
-        if worker.incarnation != self._incarnation:
+        if _home(worker) != self._home:
             raise WorkerLost(f"{worker.name} does not hold {self._spec.policy_id}")
         return worker.trainer
 
     def generator(self, num_sequences: int) -> PolicyGenerator:
         """Return the generator of one group, bound to the worker that holds the policy now."""
-        return PolicyGenerator(self.station, self._incarnation, num_sequences, self._on_room)
+        return PolicyGenerator(self.station, self._home, num_sequences, self._on_room)
 
     def snapshot_path(self, version: int) -> str:
         """Return where the training state of a version is to be written."""
@@ -282,14 +289,14 @@ class Policy:
                 except WorkerLost:
                     self._placement.move(self._spec)
                     continue
-                if self.station.worker.incarnation == self._incarnation:
+                home = _home(self.station.worker)
+                if home == self._home:
                     return
-                incarnation = self.station.worker.incarnation
                 try:
                     await self._bring_back(self.station.worker.trainer)
                 except WorkerLost:
                     continue
-                self._incarnation = incarnation
+                self._home = home
                 return
             raise WorkerLost(f"{self._spec.policy_id}: lost {MAX_RECOVERIES} times in a row")
 
@@ -337,7 +344,7 @@ class Policy:
         with suppress(WorkerLost):
             await self.trainer.remove(self._spec.policy_id)
         self._live.clear()
-        self._incarnation = NOWHERE
+        self._home = NOWHERE
 
     # ----------------------------------------------------------------------------------------
 
@@ -392,3 +399,7 @@ class Policy:
 
     def _files(self, version: int) -> VersionFiles:
         return self._store.files.version(self._spec.tenant, self._spec.name, version)
+
+
+def _home(worker: Worker) -> Home:
+    return worker.name, worker.incarnation

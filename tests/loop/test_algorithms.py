@@ -70,7 +70,7 @@ def test_the_presets_are_those_of_the_papers() -> None:
         "dapo": ("group_standard", "ppo", wide, "by_step_tokens", "has_variance"),
         "gspo": ("group_standard", "gspo", {"clip_low": 3e-4, "clip_high": 4e-4},
                  "by_sequence_mean", "has_any_verdict"),
-        "cispo": ("group_standard", "cispo", {"clip_low": 1.0, "clip_high": 0.28},
+        "cispo": ("group_standard", "cispo", {"clip_low": 1.0, "clip_high": 4.0},
                   "by_step_tokens", "has_variance"),
         "rloo": ("leave_one_out", "importance_sampling", {}, "by_sequence_sum", "has_any_verdict"),
     }  # fmt: skip
