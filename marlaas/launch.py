@@ -172,7 +172,7 @@ async def _watch(engines: Sequence[LocalWorker], observer: JobObserver) -> None:
         stats = await asyncio.gather(
             *(engine.stats() for engine in engines if not engine.lost.is_set())
         )
-        observer.workers = tuple(stats)  # type: ignore[attr-defined]
+        observer.workers_seen(tuple(stats))
 
 
 # ---------------------------------------------------------------------------------------------

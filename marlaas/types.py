@@ -494,6 +494,8 @@ class WorkerStats:
     kv_tokens: int
     kv_capacity_tokens: int
     rss_bytes: int
+    quanta: Mapping[str, int] = field(default_factory=dict)
+    """Passes by kind: tokens over quanta is how full they were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -538,3 +540,5 @@ class JobObserver(Protocol):
     def eval_done(self, spec: JobSpec, record: EvalRecord) -> None: ...
 
     def group_done(self, spec: JobSpec, group: Group) -> None: ...
+
+    def workers_seen(self, stats: "Sequence[WorkerStats]") -> None: ...

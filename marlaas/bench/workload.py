@@ -23,6 +23,7 @@ from marlaas.types import (
     Latency,
     StepRecord,
     TenantId,
+    WorkerStats,
 )
 
 FAMILIES = ("math", "code", "search")
@@ -93,6 +94,9 @@ class Silent:
         pass
 
     def group_done(self, spec: JobSpec, group: Group) -> None:
+        pass
+
+    def workers_seen(self, stats: Sequence[WorkerStats]) -> None:
         pass
 
 

@@ -287,7 +287,8 @@ class BatchGenerator:
             sequences=sequences,
             context=DecodeContext(self.pool, is_exact=self.is_exact),
             lora=self._lora_batch(
-                [*(Segment(s.slot, 1) for s in sequences), Segment(None, num_missing)]
+                [*(Segment(s.slot, 1) for s in sequences), Segment(None, num_missing)],
+                is_decode=True,
             ),
             sampling=SamplingBatch.build(params, self.base.vocab_size, self.base.device),
             token_N=self._tensor([s.tokens[s.num_cached] for s in sequences] + padding),
@@ -386,10 +387,12 @@ class BatchGenerator:
         """Return how many rows of padding a pass needs."""
         return max(0, EXACT_MIN_ROWS - num_rows) if self.is_exact else 0
 
-    def _lora_batch(self, segments: list[Segment]) -> LoraBatch | None:
+    def _lora_batch(self, segments: list[Segment], *, is_decode: bool = False) -> LoraBatch | None:
         if all(segment.slot is None for segment in segments):
             return None
-        return LoraBatch.build(self.base.bank, segments, is_exact=self.is_exact)
+        return LoraBatch.build(
+            self.base.bank, segments, is_exact=self.is_exact, is_decode=is_decode
+        )
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.base.device)

@@ -11,7 +11,8 @@ from typing import cast
 
 from marlaas.envs.base import EnvStep
 from marlaas.envs.code_problems import CodeSettings, extract_code, make_problem
-from marlaas.envs.sandbox import Limit, Sandbox, SandboxLimits, Test, TestReport
+from marlaas.envs.container import SandboxLimits
+from marlaas.envs.sandbox import Case, Limit, Sandbox, Verdict
 from marlaas.errors import EnvironmentFailure, FailureKind
 from marlaas.types import Prompt
 
@@ -63,7 +64,7 @@ class CodeEnv:
     def __init__(self, sandbox: Sandbox, reference: Mapping[str, object]) -> None:
         self._sandbox = sandbox
         self._entry = cast(str, reference["entry"])
-        self._tests = cast(Sequence[Test], reference["tests"])
+        self._tests = cast(Sequence[Case], reference["tests"])
 
     async def step(self, reply: str, *, is_last: bool) -> EnvStep:
         """Return reward 1 when the code in the reply passes every hidden test, else 0.
@@ -87,7 +88,7 @@ class CodeEnv:
     async def close(self) -> None:
         """Nothing to free."""
 
-    async def _run(self, code: str, entry: str) -> TestReport:
+    async def _run(self, code: str, entry: str) -> Verdict:
         return await self._sandbox.run_tests(code, entry, self._tests, timeout_s=CPU_LIMIT_S)
 
 
@@ -100,7 +101,7 @@ def as_function(expression: str) -> str:
     )
 
 
-def _judged(report: TestReport | None) -> EnvStep:
+def _judged(report: Verdict | None) -> EnvStep:
     """Return the end of the episode; None when the reply held no code."""
     is_success = report is not None and report.is_success
     limit = report.limit if report else None

@@ -26,6 +26,7 @@ import random
 import resource
 import select
 import signal
+import stat
 import struct
 import sys
 import time
@@ -151,7 +152,8 @@ def mount_tmp(limits: dict) -> None:
 def tmp_state() -> tuple:
     """Return what tells whether /tmp was touched; replacing it costs more than a whole call."""
     status = os.stat("/tmp")
-    return status.st_mode, status.st_ctime_ns, os.listdir("/tmp")
+    is_open = status.st_mode & stat.S_IRWXU == stat.S_IRWXU
+    return status.st_mode, status.st_ctime_ns, os.listdir("/tmp") if is_open else None
 
 
 def watch(pid: int, buffers: dict[int, bytearray], deadline_s: float, max_bytes: int) -> str:

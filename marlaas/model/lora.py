@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from marlaas.errors import CapacityExceeded
+from marlaas.model.lora_decode import DecodePart, DecodeTables
 from marlaas.runtime import derive_seed
 from marlaas.types import RANK_BUCKETS, TARGET_GROUPS
 
@@ -151,6 +152,7 @@ class Bucket:
         self.kinds: list[frozenset[str]] = []
         self.free_rows: list[int] = []
         self._row_set: RowSet | None = None
+        self._tables = DecodeTables(layout)
 
     def grow(self, num_rows: int) -> None:
         """Make room for `num_rows` rows in all; contents stay."""
@@ -170,6 +172,11 @@ class Bucket:
             self.rows_SP[row].copy_(values_P)
         if self._row_set is not None and row in self._row_set.rows:
             self._row_set = None
+        self._tables.drop(row)
+
+    def tables(self, rows: Sequence[int]) -> tuple[DecodeTables, list[int]]:
+        """Return the tables for decode steps, and the places of `rows` in them."""
+        return self._tables, self._tables.place(rows, self.rows_SP, self.scales)
 
     def stack(self, rows: tuple[int, ...]) -> RowSet:
         """Return the weights of `rows` stacked. The last set is kept: decode asks for it again."""
@@ -510,16 +517,29 @@ class GatheredPart:
             y_NO.index_add_(0, self._token_N, delta)
 
 
-Part = SpanPart | EvenPart | GatheredPart
+Part = SpanPart | EvenPart | GatheredPart | DecodePart
 
 
-def _make_part(tokens: PartTokens, *, num_tokens: int, is_exact: bool) -> Part:
+def _make_decode_part(tokens: PartTokens, *, num_tokens: int) -> DecodePart:
+    tables, places = tokens.bucket.tables(tokens.rows)
+    token_places = sorted(
+        (token, place)
+        for place, positions in zip(places, tokens.positions, strict=True)
+        for token in positions
+    )
+    return DecodePart(tables, tokens.kinds, token_places, num_tokens)
+
+
+def _make_part(tokens: PartTokens, *, num_tokens: int, is_exact: bool, is_decode: bool) -> Part:
     """Choose how the products of one bucket's adapters are done.
 
-    In an exact batch the choice does not depend on the company: by spans where weight gradients are
-    wanted, else gathered.
+    In an exact batch the choice does not depend on the company: from tables when decoding, by spans
+    where weight gradients are wanted, else gathered.
     """
     spans = tokens.spans()
+    is_simple = not is_exact and spans is not None and len(spans) == 1
+    if is_decode and not is_simple and DecodeTables.fits(tokens.bucket.rows_SP):
+        return _make_decode_part(tokens, num_tokens=num_tokens)
     if is_exact:
         if tokens.grad_rows is None:
             return GatheredPart(tokens, num_tokens=num_tokens, is_exact=True)
@@ -550,6 +570,7 @@ class LoraBatch:
         *,
         grad_rows: Sequence[Tensor | None] | None = None,
         is_exact: bool = False,
+        is_decode: bool = False,
     ) -> "LoraBatch":
         """Describe a pass over the concatenated segments. Segments of one adapter are merged.
 
@@ -558,6 +579,7 @@ class LoraBatch:
                 for every segment of an adapter.
             is_exact: neighbours change no bit of a result. The pass itself must have at least
                 `EXACT_MIN_ROWS` tokens.
+            is_decode: the batch serves many decode steps and no gradient.
         """
         positions: dict[Slot, list[int]] = {}
         grads: dict[Slot, Tensor] = {}
@@ -579,7 +601,8 @@ class LoraBatch:
                 grad_rows=tuple(grads[slot] for slot in slots) if grads else None,
                 kinds=frozenset().union(*(bank.kinds(slot) for slot in slots)),
             )
-            parts.append(_make_part(tokens, num_tokens=end, is_exact=is_exact))
+            part = _make_part(tokens, num_tokens=end, is_exact=is_exact, is_decode=is_decode)
+            parts.append(part)
         return cls(tuple(parts), end)
 
 

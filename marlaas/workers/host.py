@@ -94,6 +94,7 @@ class EngineHost:
         self._started_s = now_s()
         self._busy_s: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
+        self._quanta: dict[str, int] = {}
         self._sampling_lead_s = 0.0
         self._immediate: dict[type, Callable] = {
             m.Generate: self._generate,
@@ -161,6 +162,7 @@ class EngineHost:
         self._busy_s[kind] = self._busy_s.get(kind, 0.0) + elapsed_s
         if num_tokens:
             self._tokens[kind] = self._tokens.get(kind, 0) + num_tokens
+            self._quanta[kind] = self._quanta.get(kind, 0) + 1
 
     # Sampling ------------------------------------------------------------------------------
 
@@ -460,6 +462,7 @@ class EngineHost:
                 elapsed_s=now_s() - self._started_s,
                 busy_s=dict(self._busy_s),
                 tokens=dict(self._tokens),
+                quanta=dict(self._quanta),
                 num_decoding=generator.num_decoding,
                 num_waiting=generator.num_waiting,
                 num_parked=generator.num_parked,
