@@ -45,6 +45,7 @@ from marlaas.model.base import BaseModel
 from marlaas.model.lora import LoraBatch, Slot, init_adapter
 from marlaas.types import (
     RANK_BUCKETS,
+    TARGET_GROUPS,
     AdamParams,
     AdapterSpec,
     Datum,
@@ -139,6 +140,14 @@ class LoraTrainer:
         """Return the newest weights [P] of a policy; a view, to be copied into a bank slot."""
         return self._states[key].weights_P
 
+    def gradient(self, key: Hashable) -> Tensor:
+        """Return what has been accumulated since the policy's last step [P]; a view."""
+        return self._states[key].grad_P
+
+    def state(self, key: Hashable) -> PolicyState:
+        """Return all that is held of a policy; the trainer goes on changing it."""
+        return self._states[key]
+
     def version(self, key: Hashable) -> int:
         return self._states[key].version
 
@@ -154,7 +163,10 @@ class LoraTrainer:
         if not (math.isfinite(spec.alpha) and spec.alpha > 0):
             problems.append(f"alpha = {spec.alpha}; expected a finite number > 0")
         present = {shape.kind for shape in self.base.bank.modules}
-        if not spec.targets or not target_kinds(spec) & present:
+        unknown = [target for target in spec.targets if target not in TARGET_GROUPS]
+        if unknown:
+            problems.append(f"targets = {unknown}; expected some of {', '.join(TARGET_GROUPS)}")
+        elif not target_kinds(spec) & present:
             problems.append(f"targets = {spec.targets} name no linear of {self.base.name}")
         if problems:
             raise InvalidRequest(*problems)

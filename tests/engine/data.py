@@ -1,9 +1,13 @@
-"""Random training data for tests of the trainer."""
+"""Policies and random training data for tests of the trainer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from marlaas.engine.adapter_io import target_kinds
 from marlaas.engine.trainer import LoraTrainer
@@ -12,6 +16,20 @@ from marlaas.types import AdapterSpec, Datum
 
 VOCAB = 128
 """Of the small models in `tests.models`."""
+
+
+def with_wide_norms(model: PreTrainedModel) -> PreTrainedModel:
+    """Make the norms of an fp64 model compute in fp64: they cast to fp32, which rounds gradients
+    that flow through them at 1e-7, more or less of it depending on what is computed together."""
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = partial(rms_norm, module)
+    return model
+
+
+def rms_norm(norm: torch.nn.Module, x: Tensor) -> Tensor:
+    mean_square = x.square().mean(-1, keepdim=True)
+    return norm.weight * x * (mean_square + norm.variance_epsilon).rsqrt()
 
 
 def random_datum(

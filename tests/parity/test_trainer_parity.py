@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from marlaas.engine.objectives import TrainedTokens, token_loss
 from marlaas.engine.trainer import LoraTrainer
 from marlaas.model.base import BaseModel
 from marlaas.types import AdamParams, AdapterSpec, Datum, DatumOutput, Objective
-from tests.engine.data import host, random_datum, random_group
+from tests.engine.data import host, random_datum, random_group, with_wide_norms
 from tests.models import random_llama, random_qwen3, stock_llama, stock_qwen3
 
 torch.set_num_threads(1)
@@ -26,20 +25,6 @@ BASES = {
     "llama, tied head": (random_llama, stock_llama, {"tie_word_embeddings": True}),
     "qwen3": (random_qwen3, stock_qwen3, {}),
 }
-
-
-def with_wide_norms(model: PreTrainedModel) -> PreTrainedModel:
-    """Make the norms of an fp64 model compute in fp64: they cast to fp32, which rounds gradients
-    that flow through them at 1e-7, more or less of it depending on what is computed together."""
-    for module in model.modules():
-        if hasattr(module, "variance_epsilon"):
-            module.forward = partial(rms_norm, module)
-    return model
-
-
-def rms_norm(norm: torch.nn.Module, x: Tensor) -> Tensor:
-    mean_square = x.square().mean(-1, keepdim=True)
-    return norm.weight * x * (mean_square + norm.variance_epsilon).rsqrt()
 
 
 def bases_in_fp64(kind: str) -> tuple[BaseModel, PreTrainedModel]:
@@ -120,7 +105,7 @@ def train(
         while trainer.has_work:
             finished |= dict(trainer.step()[0])
         for member in company:
-            state = trainer._states[member.key]
+            state = trainer.state(member.key)
             grad_P = state.grad_P.clone()
             step = trainer.optim_step(member.key, AdamParams(lr=0.01, weight_decay=0.1))
             base.bank.write(slots[member.key], trainer.weights(member.key))
@@ -195,7 +180,7 @@ def test_fused_gradients_are_those_of_plain_autograd_on_merged_weights(kind: str
     states = {}
     for member in company:
         slot = host(trainer, member.key, member.spec)
-        states[member.key] = trainer._states[member.key]
+        states[member.key] = trainer.state(member.key)
         trainer.submit_forward_backward(
             member.key, slot, member.data, member.objective, ticket=member.key
         )

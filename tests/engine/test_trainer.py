@@ -1,0 +1,432 @@
+"""The trainer's verbs: what each changes, refuses and gives back. Numbers are in tests/parity."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from marlaas.engine.adapter_io import hash_adapter, target_kinds
+from marlaas.engine.trainer import LoraTrainer
+from marlaas.errors import InvalidRequest, NotFound
+from marlaas.types import AdamParams, AdapterSpec, Datum, Objective
+from tests.engine.data import VOCAB, host, random_datum, random_group, with_wide_norms
+from tests.models import random_llama
+
+torch.set_num_threads(1)
+
+DPPO = Objective(name="dppo_tis")
+SPEC = AdapterSpec(rank=4, targets=("attention", "head"))
+
+
+def some_data(seed: int = 0) -> list[Datum]:
+    return random_group(np.random.default_rng(seed), 5, [7, 4, 9])
+
+
+def run_all(trainer: LoraTrainer) -> dict:
+    finished = {}
+    while trainer.has_work:
+        done, work = trainer.step()
+        assert work is not None and work.kind == "train"
+        finished |= dict(done)
+    return finished
+
+
+def test_a_fresh_policy_is_the_base_model() -> None:
+    base = random_llama()
+    trainer = LoraTrainer(base)
+    spec = AdapterSpec(rank=5, seed=3, targets=("attention", "mlp", "head"))
+    trainer.create("p", spec)
+    assert trainer.version("p") == 0
+    slot = base.bank.allocate(rank=5, scale=1.0, kinds=target_kinds(spec))
+    base.bank.write(slot, trainer.weights("p"))
+    trainer.submit_forward("p", slot, some_data(), "policy")
+    trainer.submit_forward(None, None, some_data(), "base")
+    finished = run_all(trainer)
+    for own, stock in zip(finished["policy"], finished["base"], strict=True):
+        assert np.array_equal(own.logprobs, stock.logprobs)
+
+
+def test_equal_seeds_make_equal_policies() -> None:
+    trainer = LoraTrainer(random_llama())
+    for key, seed in (("a", 1), ("b", 1), ("c", 2)):
+        trainer.create(key, AdapterSpec(seed=seed))
+    assert trainer.adapter_hash("a") == trainer.adapter_hash("b") != trainer.adapter_hash("c")
+
+
+def test_forward_scores_every_token_but_the_first_at_the_datums_temperature() -> None:
+    base = random_llama()
+    trainer = LoraTrainer(base)
+    slot = host(trainer, "p", SPEC)
+    data = [
+        replace(datum, temperature=t) for datum, t in zip(some_data(), (1, 0.5, 2), strict=True)
+    ]
+    trainer.submit_forward("p", slot, data, 0)
+    for datum, output in zip(data, run_all(trainer)[0], strict=True):
+        assert output.logprobs.shape == datum.tokens.shape
+        assert output.logprobs[0] == 0 and (output.logprobs[1:] < 0).all()
+        assert output.loss == 0 and not output.counts
+    hot, cold = (
+        trainer.submit_forward("p", slot, [replace(data[0], temperature=t)], t) for t in (1e6, 1.0)
+    )
+    assert hot is cold is None
+    np.testing.assert_allclose(run_all(trainer)[1e6][0].logprobs[1:], -math.log(VOCAB), rtol=1e-4)
+
+
+def test_forward_leaves_gradients_alone() -> None:
+    trainer = LoraTrainer(random_llama())
+    slot = host(trainer, "p", SPEC)
+    trainer.submit_forward("p", slot, some_data(), 0)
+    run_all(trainer)
+    assert not trainer.gradient("p").any()
+
+
+def test_training_outputs_have_logprobs_loss_and_counts_of_the_trained_tokens() -> None:
+    trainer = LoraTrainer(random_llama())
+    slot = host(trainer, "p", SPEC)
+    data = some_data()
+    trainer.submit_forward_backward("p", slot, data, DPPO, 0)
+    outputs = run_all(trainer)[0]
+    trainer.submit_forward("p", slot, data, 1)
+    for datum, output, scored in zip(data, outputs, run_all(trainer)[1], strict=True):
+        is_trained = datum.weights != 0
+        np.testing.assert_allclose(
+            output.logprobs, np.where(is_trained, scored.logprobs, 0), rtol=1e-5
+        )
+        assert math.isfinite(output.loss) and output.loss != 0
+        assert set(output.counts) == {"masked", "capped"}
+        assert all(0 <= count <= is_trained.sum() for count in output.counts.values())
+
+
+def test_gradients_of_submissions_add_up_until_the_step() -> None:
+    base = random_llama(dtype=torch.float64)
+    with_wide_norms(base.model)
+    trainer = LoraTrainer(base)
+    slot = host(trainer, "p", SPEC)
+    data = some_data()
+    trainer.submit_forward_backward("p", slot, data, DPPO, 0)
+    run_all(trainer)
+    whole_P = trainer.gradient("p").clone()
+    trainer.optim_step("p", AdamParams(lr=0.0))
+    assert not trainer.gradient("p").any()
+    for idx, datum in enumerate(data):
+        trainer.submit_forward_backward("p", slot, [datum], DPPO, idx)
+    assert len(run_all(trainer)) == len(data)
+    torch.testing.assert_close(trainer.gradient("p"), whole_P, rtol=1e-9, atol=1e-12)
+
+
+def test_a_submission_larger_than_the_budget_finishes_once_after_several_passes() -> None:
+    trainer = LoraTrainer(random_llama(), budget_tokens=24)
+    slot = host(trainer, "p", SPEC)
+    rng = np.random.default_rng(0)
+    data = [random_datum(rng, 20) for _ in range(5)]
+    trainer.submit_forward_backward("p", slot, data, DPPO, "ticket")
+    finished = [trainer.step()[0] for _ in range(5)]
+    assert finished[:4] == [[], [], [], []]
+    ((ticket, outputs),) = finished[4]
+    assert ticket == "ticket" and len(outputs) == 5
+    assert not trainer.has_work
+    assert trainer.step() == ([], None)
+
+
+def test_a_step_updates_advances_the_clock_and_clears_the_gradient() -> None:
+    trainer = LoraTrainer(random_llama())
+    slot = host(trainer, "p", SPEC)
+    before_P, before_hash = trainer.weights("p").clone(), trainer.adapter_hash("p")
+    trainer.submit_forward_backward("p", slot, some_data(), DPPO, 0)
+    run_all(trainer)
+    norm = float(trainer.gradient("p").norm())
+    step = trainer.optim_step("p", AdamParams(lr=1e-2))
+    assert (step.version, step.is_vetoed) == (1, False)
+    assert step.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert step.adapter_hash == trainer.adapter_hash("p") != before_hash
+    assert not torch.equal(trainer.weights("p"), before_P)
+    assert not trainer.gradient("p").any()
+
+
+def nothing(trainer: LoraTrainer, slot) -> None:
+    pass
+
+
+def untrained_tokens(trainer: LoraTrainer, slot) -> None:
+    data = [replace(datum, weights=0 * datum.weights) for datum in some_data()]
+    trainer.submit_forward_backward("p", slot, data, DPPO, 0)
+    (outputs,) = run_all(trainer).values()
+    assert [output.loss for output in outputs] == [0.0] * len(data)
+
+
+@pytest.mark.parametrize("accumulate", [nothing, untrained_tokens])
+def test_a_step_without_gradient_only_advances_the_clock(accumulate: Callable) -> None:
+    trainer = LoraTrainer(random_llama())
+    slot = host(trainer, "p", SPEC)
+    trainer.submit_forward_backward("p", slot, some_data(), DPPO, 0)
+    run_all(trainer)
+    first = trainer.optim_step("p", AdamParams(lr=1e-2))
+    state_4P = trainer.state("p").rows_4P.clone()
+    accumulate(trainer, slot)
+    second = trainer.optim_step("p", AdamParams(lr=1e-2, weight_decay=0.1))
+    assert (first.version, second.version) == (1, 2)
+    assert (second.grad_norm, second.is_vetoed) == (0.0, False)
+    assert second.adapter_hash == first.adapter_hash
+    assert torch.equal(trainer.state("p").rows_4P, state_4P), "momentum does not move it either"
+    assert trainer.state("p").num_updates == 1
+
+
+@pytest.mark.parametrize("field", ["advantages", "sampling_logprobs", "weights"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_vetoes_one_step_and_no_more(field: str, value: float) -> None:
+    base = random_llama()
+    trainer = LoraTrainer(base)
+    slot = host(trainer, "p", SPEC)
+    data = some_data()
+    values = getattr(data[1], field).copy()
+    values[-1] = value
+    poisoned = [data[0], replace(data[1], **{field: values}), data[2]]
+    before_3P = trainer.state("p").rows_4P[:3].clone()
+    trainer.submit_forward_backward("p", slot, poisoned, Objective(name="ppo"), 0)
+    trainer.submit_forward_backward("p", slot, data, Objective(name="ppo"), 1)
+    run_all(trainer)
+    step = trainer.optim_step("p", AdamParams(lr=1e-2))
+    is_harmless = field == "sampling_logprobs" and value == math.inf
+    assert step.is_vetoed != is_harmless, "exp of the clamped log-ratio is finite"
+    assert step.version == 1
+    if not is_harmless:
+        assert torch.equal(trainer.state("p").rows_4P[:3], before_3P)
+    assert not trainer.gradient("p").any()
+    trainer.submit_forward_backward("p", slot, data, DPPO, 2)
+    run_all(trainer)
+    assert not trainer.optim_step("p", AdamParams(lr=1e-2)).is_vetoed
+
+
+def test_a_gradient_that_would_overflow_the_second_moment_is_vetoed() -> None:
+    trainer = LoraTrainer(random_llama())
+    slot = host(trainer, "p", SPEC)
+    data = [replace(datum, weights=datum.weights * np.float32(1e30)) for datum in some_data()]
+    trainer.submit_forward_backward("p", slot, data, Objective(name="cross_entropy"), 0)
+    run_all(trainer)
+    assert trainer.optim_step("p", AdamParams(lr=1e-2)).is_vetoed
+    assert trainer.state("p").rows_4P.isfinite().all()
+
+
+def test_the_norm_is_clipped_per_policy() -> None:
+    base = random_llama()
+    trainer = LoraTrainer(base)
+    slots = {key: host(trainer, key, SPEC) for key in "ab"}
+    for key, scale in (("a", 1.0), ("b", 1e4)):
+        data = [replace(datum, weights=scale * datum.weights) for datum in some_data()]
+        trainer.submit_forward_backward(key, slots[key], data, DPPO, key)
+    run_all(trainer)
+    expected_P = trainer.gradient("a").clone()
+    small = trainer.optim_step("a", AdamParams(lr=0.0, max_grad_norm=100.0))
+    large = trainer.optim_step("b", AdamParams(lr=0.0, max_grad_norm=1.0))
+    assert large.grad_norm == pytest.approx(1e4 * small.grad_norm, rel=1e-3)
+    # The first moment is (1 - beta1) g.
+    torch.testing.assert_close(trainer.state("a").exp_avg_P, 0.1 * expected_P)
+    assert float(trainer.state("b").exp_avg_P.norm()) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_padding_beyond_rank_and_targets_stays_zero() -> None:
+    trainer = LoraTrainer(random_llama())
+    specs = {
+        "a": AdapterSpec(rank=3, targets=("mlp",)),
+        "b": AdapterSpec(rank=8, targets=("attention", "head")),
+        "c": AdapterSpec(rank=9, targets=("head",)),
+    }
+    slots = {key: host(trainer, key, spec) for key, spec in specs.items()}
+    for step in range(3):
+        for key in specs:
+            trainer.submit_forward_backward(key, slots[key], some_data(step), DPPO, key)
+        run_all(trainer)
+        for key in specs:
+            trainer.optim_step(key, AdamParams(lr=1e-2, weight_decay=0.1))
+            trainer.base.bank.write(slots[key], trainer.weights(key))
+    for key, spec in specs.items():
+        state = trainer.state(key)
+        row_P = state.weights_P.clone()
+        for module in state.layout.modules:
+            a_RD, b_OR = state.layout.row_views(row_P, module)
+            if module.kind in target_kinds(spec):
+                a_RD, b_OR = a_RD[spec.rank :], b_OR[:, spec.rank :]
+            assert not a_RD.any() and not b_OR.any()
+
+
+# ---------------------------------------------------------------------------------------------
+# Snapshots
+
+
+def test_a_policy_from_a_snapshot_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    base = random_llama()
+    trainer = LoraTrainer(base, is_exact=True)
+    adam = AdamParams(lr=1e-2, weight_decay=0.1)
+
+    def train(key: str, slot, seed: int) -> str:
+        base.bank.write(slot, trainer.weights(key))
+        trainer.submit_forward_backward(key, slot, some_data(seed), DPPO, 0)
+        run_all(trainer)
+        return trainer.optim_step(key, adam).adapter_hash
+
+    slot = host(trainer, "p", SPEC)
+    train("p", slot, 0)
+    trainer.save_snapshot("p", tmp_path / "deep" / "p.safetensors")
+    expected = [train("p", slot, seed) for seed in (1, 2)]
+
+    other = LoraTrainer(base, is_exact=True)
+    loaded = other.load("p", tmp_path / "deep" / "p.safetensors")
+    assert (loaded.spec, loaded.version, loaded.num_updates) == (SPEC, 1, 1)
+    trainer = other
+    assert [train("p", slot, seed) for seed in (1, 2)] == expected
+    assert other.version("p") == 3
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["p.safetensors"]
+
+
+def test_a_snapshot_replaces_the_one_before(tmp_path: Path) -> None:
+    trainer = LoraTrainer(random_llama())
+    host(trainer, "p", SPEC)
+    for _ in range(2):
+        trainer.optim_step("p", AdamParams(lr=1e-2))
+        trainer.save_snapshot("p", tmp_path / "p")
+    assert LoraTrainer(trainer.base).load("p", tmp_path / "p").version == 2
+
+
+def test_a_snapshot_that_is_none_is_refused(tmp_path: Path) -> None:
+    trainer = LoraTrainer(random_llama())
+    with pytest.raises(NotFound, match="no snapshot at"):
+        trainer.load("p", tmp_path / "missing")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        trainer.load("p", tmp_path / "text")
+    host(trainer, "q", SPEC)
+    trainer.save_snapshot("q", tmp_path / "q")
+    with pytest.raises(InvalidRequest, match="another base model"):
+        LoraTrainer(random_llama(hidden_size=64)).load("p", tmp_path / "q")
+
+
+# ---------------------------------------------------------------------------------------------
+# Removal
+
+
+def test_a_removed_policy_leaves_zeros_and_its_open_tickets() -> None:
+    trainer = LoraTrainer(random_llama(), budget_tokens=16)
+    slots = {key: host(trainer, key, SPEC) for key in "ab"}
+    for key in "ab":
+        trainer.submit_forward_backward(key, slots[key], some_data(), DPPO, f"{key}1")
+    trainer.submit_forward("a", slots["a"], some_data(), "a2")
+    trainer.step()
+    rows_4P = trainer.state("a").rows_4P
+    assert rows_4P[3].any()
+    assert trainer.remove("a") == ["a1", "a2"]
+    assert not rows_4P.any()
+    assert list(run_all(trainer)) == ["b1"]
+    assert trainer.remove("unknown") == []
+    trainer.create("a", SPEC)
+
+
+# ---------------------------------------------------------------------------------------------
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"tokens": np.array([1, 2, VOCAB] + [0] * 9, dtype=np.int32)}, "token ids outside 0..127"),
+        ({"temperature": 0.0}, "temperature = 0.0; expected a finite number > 0"),
+        ({"weights": np.ones(12, dtype=np.float32)}, r"weights\[0\] is not 0"),
+        ({"advantages": np.ones(3, dtype=np.float32)}, r"advantages has shape \(3,\)"),
+        ({"tokens": np.array([1], dtype=np.int32)}, "1 tokens; expected 2..512"),
+        ({"reference_logprobs": None}, "no reference_logprobs"),
+    ],
+)
+def test_malformed_data_are_refused_before_anything_is_queued(change: dict, problem: str) -> None:
+    trainer = LoraTrainer(random_llama())
+    slot = host(trainer, "p", SPEC)
+    data = some_data()
+    bad = replace(data[0], **change)
+    objective = Objective(name="ppo", params={"kl_coef": 0.1})
+    with pytest.raises(InvalidRequest, match=f"datum 1: {problem}"):
+        trainer.submit_forward_backward("p", slot, [data[1], bad], objective, 0)
+    assert not trainer.has_work
+
+
+def test_every_fault_of_a_submission_is_named_at_once() -> None:
+    trainer = LoraTrainer(random_llama())
+    slot = host(trainer, "p", SPEC)
+    data = [replace(datum, temperature=-1.0) for datum in some_data()]
+    with pytest.raises(InvalidRequest) as refusal:
+        trainer.submit_forward_backward("p", slot, data, DPPO, 0)
+    assert len(refusal.value.problems) == len(data)
+    with pytest.raises(InvalidRequest, match="no data"):
+        trainer.submit_forward_backward("p", slot, [], DPPO, 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        (AdapterSpec(rank=65), r"rank = 65; expected 1\.\.64"),
+        (AdapterSpec(rank=0), r"rank = 0; expected 1\.\.64"),
+        (AdapterSpec(alpha=math.inf), "alpha = inf; expected a finite number > 0"),
+        (AdapterSpec(targets=()), "name no linear"),
+        (AdapterSpec(targets=("experts",)), "targets = .* expected some of attention, mlp, head"),
+    ],
+)
+def test_an_impossible_adapter_is_refused(spec: AdapterSpec, problem: str) -> None:
+    trainer = LoraTrainer(random_llama())
+    with pytest.raises(InvalidRequest, match=problem):
+        trainer.create("p", spec)
+
+
+def test_an_impossible_update_is_refused_and_changes_nothing() -> None:
+    trainer = LoraTrainer(random_llama())
+    slot = host(trainer, "p", SPEC)
+    trainer.submit_forward_backward("p", slot, some_data(), DPPO, 0)
+    run_all(trainer)
+    grad_P = trainer.gradient("p").clone()
+    with pytest.raises(InvalidRequest, match="adam lr = nan"):
+        trainer.optim_step("p", AdamParams(lr=math.nan))
+    assert torch.equal(trainer.gradient("p"), grad_P)
+    assert trainer.version("p") == 0
+
+
+# ---------------------------------------------------------------------------------------------
+# Checkpointing
+
+
+@pytest.mark.parametrize(
+    ("options", "is_checkpointed"),
+    [
+        ({"checkpointing": "always"}, True),
+        ({"checkpointing": "never", "activation_budget_bytes": 0}, False),
+        ({"checkpointing": "auto", "activation_budget_bytes": 1 << 10}, True),
+        ({"checkpointing": "auto", "activation_budget_bytes": 1 << 30}, False),
+    ],
+)
+def test_layers_are_checkpointed_when_activations_would_not_fit(
+    options: dict, is_checkpointed: bool
+) -> None:
+    base = random_llama()
+    trainer = LoraTrainer(base, **options)
+    slot = host(trainer, "p", SPEC)
+    num_passes = 0
+
+    def count(module: torch.nn.Module, args: tuple) -> None:
+        nonlocal num_passes
+        num_passes += 1
+
+    hook = base.model.base_model.layers[0].mlp.register_forward_pre_hook(count)
+    trainer.submit_forward_backward("p", slot, some_data(), DPPO, 0)
+    run_all(trainer)
+    hook.remove()
+    assert num_passes == (2 if is_checkpointed else 1)
+    assert trainer.gradient("p").any()
+    assert "forward" not in vars(base.model.base_model.layers[0])
+
+
+def test_the_hash_is_that_of_the_weights() -> None:
+    trainer = LoraTrainer(random_llama())
+    host(trainer, "p", SPEC)
+    state = trainer.state("p")
+    assert trainer.adapter_hash("p") == hash_adapter(state.weights_P, SPEC, state.layout)
+    state.weights_P[0] += 1
+    assert trainer.adapter_hash("p") == hash_adapter(state.weights_P, SPEC, state.layout)
