@@ -138,7 +138,7 @@ class Controller:
 
     async def _admit(self) -> None:
         """While a worker has room, open a group of the job whose turn it is there."""
-        while True:
+        while not self._is_stopping:
             self._wake.clear()
             for station in self._placement.stations:
                 while station.load.has_room and (job_id := station.queue.next()) is not None:
@@ -300,7 +300,7 @@ class Controller:
     def _hand_over(self, job: Job, plan: GroupPlan, group: Group) -> None:
         """Give a finished group to whoever asked for it; training groups are stored first."""
         if not plan.is_training:
-            job.evaluations[plan.version].finish(group)
+            job.judge(group)
             return
         self._store.finish_group(job.spec.tenant, job.spec.name, group)
         job.buffer.finish(group)

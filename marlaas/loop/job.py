@@ -52,7 +52,7 @@ class Job:
         self._sampling: set[asyncio.Task[None]] = set()
         self._tasks = tasks
         self._waiting: deque[Evaluation] = deque()
-        self._is_evals_turn = False
+        self._num_evals_owed = 0
         self._num_vetoed = 0
         self._num_failed = 0
         self._began_s = runtime.now_s()
@@ -87,21 +87,34 @@ class Job:
         self._waiting.append(evaluation)
 
     def next_plan(self) -> GroupPlan | None:
-        """Return what is opened next; training groups and held-out prompts take turns."""
-        self._is_evals_turn = not self._is_evals_turn
-        if self._is_evals_turn:
-            return self._next_eval() or self._next_group()
-        return self._next_group() or self._next_eval()
+        """Return what is opened next: for each trajectory trained on, one held-out prompt, while
+        there are both; what has nothing to open leaves its place to the other."""
+        if self._num_evals_owed > 0:
+            plan = self._next_eval() or self._next_group()
+        else:
+            plan = self._next_group() or self._next_eval()
+        if plan is not None:
+            change = plan.size if plan.is_training else -plan.size
+            owed = self._num_evals_owed + change
+            self._num_evals_owed = min(max(owed, 0), self.spec.group_size)
+        return plan
 
     def give_back(self, plan: GroupPlan) -> None:
         """Let a lost group or prompt be opened again."""
         if plan.is_training:
             self.buffer.reopen(plan.index)
             return
-        evaluation = self.evaluations[plan.version]
-        evaluation.give_back(plan)
-        if evaluation not in self._waiting:
-            self._waiting.appendleft(evaluation)
+        evaluation = self.evaluations.get(plan.version)
+        if evaluation is not None:
+            evaluation.give_back(plan)
+            if evaluation not in self._waiting:
+                self._waiting.appendleft(evaluation)
+
+    def judge(self, group: Group) -> None:
+        """Hand a held-out prompt's verdict to its evaluation, unless that was given up."""
+        evaluation = self.evaluations.get(group.version)
+        if evaluation is not None:
+            evaluation.finish(group)
 
     def cut(self, index: int) -> None:
         """Cut a straggling training group."""

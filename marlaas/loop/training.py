@@ -77,15 +77,16 @@ async def train(
     """
     version, policy_id = policy.version, spec.policy_id
     batch = make_batch(groups, spec, algorithm)
-    data = batch.data
-    if algorithm.kl_coef and data:
-        references = await policy.trainer.forward(None, BASE_VERSION, data)
-        data = [
-            replace(datum, reference_logprobs=reference.logprobs)
-            for datum, reference in zip(data, references, strict=True)
-        ]
+    data: list[Datum] = []
     outputs: list[DatumOutput] = []
-    for chunk in _chunks(data):
+    for chunk in _chunks(batch.data):
+        if algorithm.kl_coef:
+            references = await policy.trainer.forward(None, BASE_VERSION, chunk)
+            chunk = [
+                replace(datum, reference_logprobs=reference.logprobs)
+                for datum, reference in zip(chunk, references, strict=True)
+            ]
+        data += chunk
         outputs += await policy.trainer.forward_backward(policy_id, chunk, algorithm.objective)
     gaps = await measure_gap(policy, spec, groups)
     if gaps and not np.max(gaps) <= gap_bound:  # NaN is past every bound
