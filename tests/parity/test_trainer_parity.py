@@ -305,3 +305,60 @@ def test_checkpointed_gradients_are_those_of_the_plain_pass(dtype: torch.dtype) 
     checkpointed = train(base, members(), checkpointing="always")
     for key, result in plain.items():
         assert_same_bits(checkpointed[key], result)
+
+
+def crowd(lengths: Sequence[int]) -> list[Member]:
+    """Return policies of one rank bucket with one datum each: batched products."""
+    rng = np.random.default_rng(0)
+    return [
+        Member(
+            f"{idx}",
+            AdapterSpec(rank=2 + idx % 7, targets=("attention", "mlp", "head"), seed=idx),
+            Objective(name="dppo_tis"),
+            [random_datum(rng, length, num_prompt=1)],
+        )
+        for idx, length in enumerate(lengths)
+    ]
+
+
+CROWDS = {
+    "equal lengths": [13] * 9,
+    "short": [3, 9, 5, 4, 8, 2, 6],
+    "long": [40, 9, 25, 33, 14, 50],
+}
+
+
+@pytest.mark.parametrize("lengths", CROWDS.values(), ids=CROWDS)
+def test_many_policies_of_one_bucket_equal_each_alone_in_fp64(lengths: list[int]) -> None:
+    base, _ = bases_in_fp64("llama")
+    fused = train(base, crowd(lengths), num_steps=2)
+    for member in crowd(lengths):
+        alone = train(base, [member], num_steps=2)[member.key]
+        torch.testing.assert_close(fused[member.key].grad_P, alone.grad_P, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", CROWDS.values(), ids=CROWDS)
+def test_one_of_many_with_weights_that_are_not_finite_changes_no_bit_of_the_others(
+    lengths: list[int],
+) -> None:
+    base = random_llama()
+    company = crowd(lengths)
+    gradients = []
+    for value in (None, float("nan"), float("inf")):
+        trainer = LoraTrainer(base)
+        slots = [host(trainer, member.key, member.spec) for member in company]
+        if value is not None:
+            base.bank.write(slots[2], torch.full_like(base.bank.read(slots[2]), value))
+        for member, slot in zip(company, slots, strict=True):
+            trainer.submit_forward_backward(
+                member.key, slot, member.data, member.objective, ticket=member.key
+            )
+        trainer.step()
+        gradients.append({member.key: trainer.gradient(member.key) for member in company})
+        for slot in slots:
+            base.bank.free(slot)
+    healthy, *poisoned = gradients
+    for others in poisoned:
+        assert not others["2"].isfinite().all()
+        for key in healthy.keys() - {"2"}:
+            assert torch.equal(others[key], healthy[key])
