@@ -186,7 +186,7 @@ class Controller:
         if is_due(job.spec, record.step):
             self._start_evaluation(job, record.step)
             if self._mode is Mode.LOCKSTEP or (job.spec.is_seeded and job.spec.stop_at_success):
-                await asyncio.wait(job.judging)
+                await job.all_judged()
 
     async def _evaluate(self, job: Job, evaluation: Evaluation) -> None:
         """Judge a version on held-out prompts while training goes on."""
@@ -250,11 +250,10 @@ class Controller:
 
     async def _judge_last(self, job: Job) -> None:
         """Wait for all evaluations; a job that stopped early has its last version judged too."""
-        if job.is_trained and not self._is_stopping:
+        if job.is_trained:
             for version in self._missing_evaluations(job) - job.evaluations.keys():
                 self._start_evaluation(job, version)
-        if job.judging:
-            await asyncio.wait(job.judging)
+        await job.all_judged()
 
     async def _close(self, job: Job) -> None:
         """Free everything that a job holds outside the store."""
@@ -331,6 +330,8 @@ class Controller:
         return record
 
     def _start_evaluation(self, job: Job, version: int) -> None:
+        if self._is_stopping:
+            return
         job.policy.hold(version)
         evaluation = Evaluation(version, job.spec.eval_prompts)
         job.add_evaluation(evaluation)

@@ -173,6 +173,11 @@ class Job:
     def spawn_evaluation(self, evaluation: Coroutine[None, None, None]) -> None:
         self._spawn(evaluation, self.judging)
 
+    async def all_judged(self) -> None:
+        """Wait for the evaluations in progress."""
+        if self.judging:
+            await asyncio.wait(self.judging)
+
     async def cancel_tasks(self) -> None:
         """End all that is in progress; the store knows what to do again."""
         tasks = [*self._sampling, *self.judging]

@@ -37,7 +37,7 @@ def admission_us(num_jobs: int, num_admissions: int = 20_000) -> float:
 
 
 def trajectory_us(num_jobs: int, steps: int = 4) -> float:
-    """Return microseconds of server CPU per trajectory of a whole run, the fake engine's included."""
+    """Return microseconds of server CPU per trajectory of a run, the fake engine's included."""
     specs = [
         JobSpec(tenant=f"t{index // 3}", name=f"j{index}", env={"family": "scripted"},
                 steps=steps, eval_prompts=0, max_tokens=2)
