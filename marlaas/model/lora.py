@@ -309,6 +309,14 @@ class PartTokens(NamedTuple):
         return spans if is_dense else None
 
 
+def _add_product_(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """Add `scale x left @ right` to a gradient, which may be wider than its factors."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, alpha=scale)
+    else:
+        total.add_(left @ right, alpha=scale)
+
+
 class SpanPart:
     """Adapters whose tokens each are one range of the pass: a few products per adapter, in place.
 
@@ -352,8 +360,8 @@ class SpanPart:
                 grad_x_ND[start:end].addmm_(grad_inner_Rn.t(), a_RD, alpha=scale)
             if grad_row_P is not None:
                 grad_a_RD, grad_b_OR = self._layout.row_views(grad_row_P, module)
-                grad_a_RD.addmm_(grad_inner_Rn, x_ND[start:end], alpha=scale)
-                grad_b_OR.t().addmm_(inner_Rn, grad_y_nO, alpha=scale)
+                _add_product_(grad_a_RD, grad_inner_Rn, x_ND[start:end], scale)
+                _add_product_(grad_b_OR.t(), inner_Rn, grad_y_nO, scale)
 
 
 class EvenPart:
@@ -475,8 +483,8 @@ class GatheredPart:
         )
         for grad_row_P, grad_inner, inner, x, grad_y in adapters:
             grad_a_RD, grad_b_OR = self._layout.row_views(grad_row_P, module)
-            grad_a_RD.addmm_(grad_inner.t(), x)
-            grad_b_OR.t().addmm_(inner.t(), grad_y)
+            _add_product_(grad_a_RD, grad_inner.t(), x)
+            _add_product_(grad_b_OR.t(), inner.t(), grad_y)
 
     def _product(self, x_ND: Tensor, weight_KOD: Tensor, *, is_own: bool = False) -> Tensor:
         """Return each token times its own adapter's matrix, [n, O] for the n tokens of this part.

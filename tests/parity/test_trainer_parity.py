@@ -337,6 +337,18 @@ def test_many_policies_of_one_bucket_equal_each_alone_in_fp64(lengths: list[int]
         torch.testing.assert_close(fused[member.key].grad_P, alone.grad_P, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("company", [members(), crowd(CROWDS["equal lengths"])])
+def test_a_base_in_bf16_trains_fp32_masters_towards_the_same_gradient(
+    company: list[Member],
+) -> None:
+    wide = train(random_llama(), company)
+    narrow = train(random_llama(dtype=torch.bfloat16), company)
+    for key, result in narrow.items():
+        assert result.grad_P.dtype == result.weights_P.dtype == torch.float32
+        similarity = torch.cosine_similarity(result.grad_P, wide[key].grad_P, dim=0)
+        assert similarity > 0.9
+
+
 @pytest.mark.parametrize("lengths", CROWDS.values(), ids=CROWDS)
 def test_one_of_many_with_weights_that_are_not_finite_changes_no_bit_of_the_others(
     lengths: list[int],
