@@ -165,28 +165,38 @@ class Controller:
 
     async def _train(self, job: Job) -> None:
         """Take groups within the staleness bound, make a step of them, publish it; to the last."""
-        while not job.is_trained and not self._is_stopping:
+        while not self._is_stopping:
+            if self._waits_for_verdicts(job):
+                await job.all_judged()
+            if job.is_trained:
+                return
             groups = await job.buffer.take(deadline_s=job.spec.straggler_deadline_s, cut=job.cut)
             if groups is None:
                 return
             outcome = await self._step(job, groups)
+            await job.all_tidied()
             record = self._commit(job, groups, outcome)
             await self._publish(job, record)
             job.check_progress(record, groups)
 
     async def _publish(self, job: Job, record: StepRecord) -> None:
-        """Let new rollouts use a committed step; free what only older versions needed."""
+        """Let new rollouts, and an evaluation if one is due, use a committed step."""
         await job.policy.publish(record.step)
         job.buffer.publish(record.step)
         self._ready(job)
         self._tell(lambda observer: observer.step_done(job.spec, record))
+        if is_due(job.spec, record.step):
+            self._start_evaluation(job, record.step)
+        job.spawn_tidying(self._tidy(job))
+
+    async def _tidy(self, job: Job) -> None:
+        """Keep the newest adapter as a folder and free what only older versions needed.
+
+        The next step is computed meanwhile, and committed afterwards.
+        """
         await job.policy.keep_adapter()
         await job.policy.retire(job.buffer.oldest_needed_version())
         await job.policy.station.learn_rates()
-        if is_due(job.spec, record.step):
-            self._start_evaluation(job, record.step)
-            if self._mode is Mode.LOCKSTEP or (job.spec.is_seeded and job.spec.stop_at_success):
-                await job.all_judged()
 
     async def _evaluate(self, job: Job, evaluation: Evaluation) -> None:
         """Judge a version on held-out prompts while training goes on."""
@@ -229,6 +239,7 @@ class Controller:
         try:
             await self._open(job)
             await self._train(job)
+            await job.all_tidied()
             await self._judge_last(job)
             return job.is_trained and not self._missing_evaluations(job)
         finally:
@@ -274,6 +285,12 @@ class Controller:
         if job.is_satisfied:
             due.add(newest)
         return due - judged
+
+    def _waits_for_verdicts(self, job: Job) -> bool:
+        """Return whether evaluations come before the next step: in the old way, and where a seed
+        must decide at which step a job is good enough to stop."""
+        decides = job.spec.is_seeded and job.spec.stop_at_success > 0
+        return decides or self._mode is Mode.LOCKSTEP
 
     # Small parts of the stages ----------------------------------------------------------------
 

@@ -50,6 +50,7 @@ class Job:
         self.judging: set[asyncio.Task[None]] = set()
         """Evaluations in progress."""
         self._sampling: set[asyncio.Task[None]] = set()
+        self._tidying: set[asyncio.Task[None]] = set()
         self._tasks = tasks
         self._waiting: deque[Evaluation] = deque()
         self._num_evals_owed = 0
@@ -173,14 +174,22 @@ class Job:
     def spawn_evaluation(self, evaluation: Coroutine[None, None, None]) -> None:
         self._spawn(evaluation, self.judging)
 
+    def spawn_tidying(self, tidying: Coroutine[None, None, None]) -> None:
+        self._spawn(tidying, self._tidying)
+
     async def all_judged(self) -> None:
         """Wait for the evaluations in progress."""
         if self.judging:
             await asyncio.wait(self.judging)
 
+    async def all_tidied(self) -> None:
+        """Wait until the files and live versions of the newest version are in order."""
+        if self._tidying:
+            await asyncio.wait(self._tidying)
+
     async def cancel_tasks(self) -> None:
         """End all that is in progress; the store knows what to do again."""
-        tasks = [*self._sampling, *self.judging]
+        tasks = [*self._sampling, *self.judging, *self._tidying]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -24,6 +24,7 @@ import numpy as np
 from marlaas import runtime
 from marlaas.envs.base import Env, EnvStep, Family
 from marlaas.errors import EnvironmentFailure, FailureKind
+from marlaas.loop.concurrency import all_or_none
 from marlaas.types import (
     Completion,
     GenerateRequest,
@@ -125,13 +126,7 @@ class GroupRollout:
             asyncio.create_task(episode.run(env, generator, max_turns))
             for episode, env in zip(self._episodes, envs, strict=True)
         ]
-        try:
-            trajectories = await asyncio.gather(*self._tasks)
-        except BaseException:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            raise
+        trajectories = await all_or_none(self._tasks)
         return Group(
             index=plan.index,
             prompt_index=prompt.index,

@@ -10,6 +10,7 @@
   past its bound the job's numbers are not to be trusted. The off-policy ratio is another thing.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from marlaas import runtime
 from marlaas.errors import PolicyDiverged
 from marlaas.loop import metrics
 from marlaas.loop.algorithms import Algorithm
+from marlaas.loop.concurrency import all_or_none
 from marlaas.loop.policies import Policy
 from marlaas.types import (
     BASE_VERSION,
@@ -77,18 +79,10 @@ async def train(
     """
     version, policy_id = policy.version, spec.policy_id
     batch = make_batch(groups, spec, algorithm)
-    data: list[Datum] = []
-    outputs: list[DatumOutput] = []
-    for chunk in _chunks(batch.data):
-        if algorithm.kl_coef:
-            references = await policy.trainer.forward(None, BASE_VERSION, chunk)
-            chunk = [
-                replace(datum, reference_logprobs=reference.logprobs)
-                for datum, reference in zip(chunk, references, strict=True)
-            ]
-        data += chunk
-        outputs += await policy.trainer.forward_backward(policy_id, chunk, algorithm.objective)
-    gaps = await measure_gap(policy, spec, groups)
+    accumulating = asyncio.create_task(_accumulate(policy, spec, algorithm, batch.data))
+    rescoring = asyncio.create_task(measure_gap(policy, spec, groups))
+    await all_or_none([accumulating, rescoring])
+    (data, outputs), gaps = accumulating.result(), rescoring.result()
     if gaps and not np.max(gaps) <= gap_bound:  # NaN is past every bound
         raise PolicyDiverged(
             f"gap {np.max(gaps):.2e} is past its bound {gap_bound:.0e}: sampling and training "
@@ -115,6 +109,24 @@ async def train(
         is_empty=not data,
         metrics=row,
     )
+
+
+async def _accumulate(
+    policy: Policy, spec: JobSpec, algorithm: Algorithm, data: Sequence[Datum]
+) -> tuple[list[Datum], list[DatumOutput]]:
+    """Accumulate the gradient of a step; return what was trained on and what came out."""
+    trained: list[Datum] = []
+    outputs: list[DatumOutput] = []
+    for chunk in _chunks(data):
+        if algorithm.kl_coef:
+            references = await policy.trainer.forward(None, BASE_VERSION, chunk)
+            chunk = [
+                replace(datum, reference_logprobs=reference.logprobs)
+                for datum, reference in zip(chunk, references, strict=True)
+            ]
+        trained += chunk
+        outputs += await policy.trainer.forward_backward(spec.policy_id, chunk, algorithm.objective)
+    return trained, outputs
 
 
 def make_batch(groups: Sequence[Group], spec: JobSpec, algorithm: Algorithm) -> Batch:
@@ -157,15 +169,17 @@ async def measure_gap(policy: Policy, spec: JobSpec, groups: Sequence[Group]) ->
         return []
     rng = runtime.rng("gap", spec.seed, policy.version)
     picks = rng.choice(len(candidates), size=min(NUM_RESCORED, len(candidates)), replace=False)
-    gaps: list[float] = []
+    by_version: dict[int, list[Trajectory]] = {}
     for pick in sorted(picks):
         trajectory = candidates[pick]
-        datum = _datum(trajectory, 0.0, 1.0, spec.temperature)
-        (output,) = await policy.trainer.forward(
-            spec.policy_id, trajectory.turns[0].version, [datum]
-        )
-        difference = np.abs(output.logprobs - trajectory.sampling_logprobs)
-        gaps += difference[trajectory.loss_mask].tolist()
+        by_version.setdefault(trajectory.turns[0].version, []).append(trajectory)
+    gaps: list[float] = []
+    for version, chosen in by_version.items():
+        data = [_datum(trajectory, 0.0, 1.0, spec.temperature) for trajectory in chosen]
+        outputs = await policy.trainer.forward(spec.policy_id, version, data)
+        for trajectory, output in zip(chosen, outputs, strict=True):
+            difference = np.abs(output.logprobs - trajectory.sampling_logprobs)
+            gaps += difference[trajectory.loss_mask].tolist()
     return gaps
 
 
