@@ -166,6 +166,8 @@ class LoraTrainer:
         unknown = [target for target in spec.targets if target not in TARGET_GROUPS]
         if unknown:
             problems.append(f"targets = {unknown}; expected some of {', '.join(TARGET_GROUPS)}")
+        elif refused := self.base.target_problems(spec.targets):
+            problems += refused
         elif not target_kinds(spec) & present:
             problems.append(f"targets = {spec.targets} name no linear of {self.base.name}")
         if problems:

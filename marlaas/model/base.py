@@ -61,17 +61,15 @@ class BaseModel:
         """Keys of `TARGET_GROUPS` that adapters may have on this base."""
         return tuple(group for group in TARGET_GROUPS if group not in self.unsupported_targets)
 
-    def check_targets(self, targets: Iterable[str]) -> None:
-        """Raise `InvalidRequest` if an adapter on this base cannot have these targets."""
-        refused = [group for group in targets if group in self.unsupported_targets]
+    def target_problems(self, targets: Iterable[str]) -> list[str]:
+        """Return why an adapter on this base cannot have these targets; nothing if it can."""
         expected = ", ".join(self.supported_targets)
-        problems = [
-            f"target {group}: base {self.name} {self.unsupported_targets[group]}; "
+        return [
+            f"target {group}: base {self.name}: {self.unsupported_targets[group]}; "
             f"expected targets among {expected}"
-            for group in refused
+            for group in targets
+            if group in self.unsupported_targets
         ]
-        if problems:
-            raise InvalidRequest(*problems)
 
     def hidden(
         self,

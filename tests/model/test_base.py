@@ -8,10 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from marlaas.engine.self_check import check_base
+from marlaas.engine.trainer import LoraTrainer
 from marlaas.errors import InvalidRequest, UnsupportedBase
 from marlaas.model.attention import PackedSequences
 from marlaas.model.base import BaseModel, load_base
 from marlaas.model.lora import LoraBatch, Segment
+from marlaas.types import AdapterSpec
 from tests import models
 
 
@@ -128,10 +130,18 @@ def test_a_refused_base_is_refused_before_its_weights_are_read(tmp_path):
 def test_experts_carry_no_adapter_and_attention_does():
     base = models.random_qwen3_moe()
     assert base.supported_targets == ("attention", "head")
-    with pytest.raises(InvalidRequest, match=r"target mlp: .*experts.* targets among attention, h"):
-        base.check_targets(("attention", "mlp"))
-    base.check_targets(("attention", "head"))
+    (problem,) = base.target_problems(("attention", "mlp"))
+    assert problem.startswith("target mlp: base random-qwen3-moe: gate_proj lies in experts")
+    assert problem.endswith("expected targets among attention, head")
+    assert base.target_problems(("attention", "head")) == []
     assert {shape.kind for shape in base.bank.modules}.isdisjoint({"gate_proj", "down_proj"})
+
+
+def test_a_policy_on_experts_is_refused_by_the_trainer():
+    trainer = LoraTrainer(models.random_qwen3_moe())
+    with pytest.raises(InvalidRequest, match=r"target mlp: .* lies in experts"):
+        trainer.create("p", AdapterSpec(targets=("attention", "mlp")))
+    trainer.create("p", AdapterSpec(targets=("attention",)))
 
 
 def test_adapters_on_the_attention_of_a_base_with_experts_train():
