@@ -59,10 +59,7 @@ def of_outputs(data: Sequence[Datum], outputs: Sequence[DatumOutput]) -> dict:
         ess = (sum r)^2 / (n sum r^2), the share of tokens that carry the weighted sum
     """
     if not data:
-        return {
-            "tokens_trained": 0.0, "loss": NAN, "log_ratio_mean": NAN, "log_ratio_max": NAN,
-            "k3": NAN, "ess": NAN, "masked_fraction": NAN,
-        }  # fmt: skip
+        return {"tokens_trained": 0.0} | dict.fromkeys(_OF_TRAINED_TOKENS, NAN)
     log_ratio = np.concatenate(
         [
             (output.logprobs - datum.sampling_logprobs)[datum.weights != 0]
@@ -71,17 +68,39 @@ def of_outputs(data: Sequence[Datum], outputs: Sequence[DatumOutput]) -> dict:
     ).astype(np.float64)
     num_tokens = len(log_ratio)
     ratio = np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    masked = sum(output.counts.get("masked", 0.0) for output in outputs)
+    has_reference = data[0].reference_logprobs is not None
+    counts = _sums(outputs)
     return {
         "tokens_trained": float(num_tokens),
         "loss": float(sum(output.loss for output in outputs)),
         "log_ratio_mean": _mean(np.abs(log_ratio)),
         "log_ratio_max": float(np.abs(log_ratio).max(initial=0.0)),
         "k3": _mean(ratio - 1 - log_ratio),
-        "ess": float(ratio.sum() ** 2 / (num_tokens * (ratio**2).sum())) if num_tokens else NAN,
-        "masked_fraction": masked / num_tokens if num_tokens else NAN,
+        "ess": float(ratio.sum() ** 2 / (num_tokens * (ratio**2).sum())),
+        "masked_fraction": counts["masked"] / num_tokens,
+        "clipped_fraction": (counts["clipped"] + counts["capped"]) / num_tokens,
+        "reference_kl": counts["reference_kl"] / num_tokens if has_reference else NAN,
     }
 
+
+def _sums(outputs: Sequence[DatumOutput]) -> Counter[str]:
+    """Return the outputs' counts, added up by name."""
+    sums: Counter[str] = Counter()
+    for output in outputs:
+        sums.update(output.counts)
+    return sums
+
+
+_OF_TRAINED_TOKENS = (
+    "loss",
+    "log_ratio_mean",
+    "log_ratio_max",
+    "k3",
+    "ess",
+    "masked_fraction",
+    "clipped_fraction",
+    "reference_kl",
+)
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to it before exp: one broken token gives a number and no overflow."""

@@ -140,12 +140,14 @@ def test_the_row_keeps_off_policy_ratio_by_token() -> None:
     train = datum.sampling_logprobs.copy()
     train[3:] += np.log(ratios)
     train[:3] = -77.0
-    output = DatumOutput(logprobs=train, loss=-0.25, counts={"masked": 1.0})
-    row = metrics.of_outputs([datum], [output])
+    counts = {"masked": 1.0, "capped": 2.0, "reference_kl": 0.5}
+    output = DatumOutput(logprobs=train, loss=-0.25, counts=counts)
+    row = metrics.of_outputs([replace(datum, reference_logprobs=train)], [output])
     assert row == pytest.approx({
         "tokens_trained": 4.0, "loss": -0.25, "log_ratio_mean": np.log(2) / 2,
         "log_ratio_max": np.log(2), "k3": (0 + (1 - np.log(2)) + (-0.5 + np.log(2)) + 0) / 4,
         "ess": ratios.sum() ** 2 / (4 * (ratios**2).sum()), "masked_fraction": 0.25,
+        "clipped_fraction": 0.5, "reference_kl": 0.125,
     }, rel=1e-5)  # fmt: skip
 
 
