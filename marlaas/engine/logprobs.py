@@ -184,7 +184,8 @@ class HeadPass:
     def backpropagate(
         self, grad_M: Tensor, hidden_MD: Tensor, lse_M: Tensor, kept: "_Logits | None"
     ) -> Tensor:
-        """Return the gradient of the hidden states; add the adapters' own to their rows.
+        """Return the gradient of the hidden states; add the adapters' own to their rows. Kept logits
+        are used up.
 
         dz = g (onehot(target) - softmax(z)) / temperature,    dh = dz W + (adapter's share)
         """
@@ -196,7 +197,7 @@ class HeadPass:
             logits = kept if kept is not None else self.logits(hidden_MD, chunk)
             rows = slice(chunk.start, chunk.end)
             g_m1 = scaled_g_M[rows, None]
-            dz_mV = (logits.z_mV - lse_M[rows, None]).exp_().mul_(-g_m1)
+            dz_mV = logits.z_mV.sub_(lse_M[rows, None]).exp_().mul_(-g_m1)
             dz_mV.scatter_add_(1, self.targets_M[rows, None], g_m1)
             dz_mV = dz_mV.to(hidden_MD.dtype)
             grad_hidden_mD = self._project_back(dz_mV)
@@ -238,4 +239,5 @@ class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_M):
         hidden_MD, lse_M = ctx.saved_tensors
-        return ctx.pass_.backpropagate(grad_M, hidden_MD, lse_M, ctx.kept), None, None
+        kept, ctx.kept = ctx.kept, None
+        return ctx.pass_.backpropagate(grad_M, hidden_MD, lse_M, kept), None, None

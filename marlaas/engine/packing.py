@@ -26,7 +26,7 @@ from marlaas.types import Datum, Objective
 MIN_SHARED = 4
 """Shortest common prefix that is computed once."""
 
-MAX_COMPARED = 32
+MAX_COMPARED = 8
 """A datum is compared with so many before it: siblings are submitted side by side."""
 
 MIN_FILL = 0.75

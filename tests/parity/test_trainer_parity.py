@@ -246,6 +246,27 @@ def test_in_exact_mode_company_changes_no_bit(kind: str, seed: int, budget_token
         assert_same_bits(fused[member.key], train(base, [member], **options)[member.key])
 
 
+@pytest.mark.parametrize("kind", BASES)
+def test_in_exact_mode_company_changes_no_bit_of_a_score(kind: str) -> None:
+    make_base, _, config = BASES[kind]
+    trainer = LoraTrainer(make_base(**config), is_exact=True)
+    company = [*members(), *crowd([9, 4, 30])]
+    slots = {member.key: host(trainer, member.key, member.spec) for member in company}
+
+    def scores(chosen: Sequence[Member]) -> dict[str, list[np.ndarray]]:
+        for member in chosen:
+            trainer.submit_forward(member.key, slots[member.key], member.data, member.key)
+        finished = {}
+        while trainer.has_work:
+            finished |= dict(trainer.step()[0])
+        return {key: [output.logprobs for output in outputs] for key, outputs in finished.items()}
+
+    together = scores(company)
+    for member in company:
+        alone = scores([member])[member.key]
+        assert all(map(np.array_equal, together[member.key], alone))
+
+
 def poison(member: Member, road: str) -> Member:
     """Return the member with data that make its loss NaN or infinite."""
     bad = member.data[0]
