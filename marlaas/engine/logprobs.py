@@ -237,7 +237,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         return logprobs_M
 
     @staticmethod
-    def backward(ctx, grad_M):
+    def backward(ctx, grad_M):  # type: ignore[override]
         hidden_MD, lse_M = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None
         return ctx.pass_.backpropagate(grad_M, hidden_MD, lse_M, kept), None, None

@@ -206,8 +206,9 @@ def check_objective(objective: Objective) -> None:
 
 
 def _is_valid(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value >= 0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and value >= 0
 
 
 def _closest(name: str, known: Mapping[str, object]) -> str:

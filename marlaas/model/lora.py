@@ -414,7 +414,7 @@ class EvenPart:
         grad_a_KRD, grad_b_KOR = self._layout.block_views(grad_KQ, module)
         torch.bmm(grad_inner_KRM, self._by_adapter(x_ND), out=grad_a_KRD)
         torch.bmm(inner_KRM, grad_y_KMO, out=grad_b_KOR.mT)
-        torch._foreach_add_(places, grad_KQ.unbind())
+        torch._foreach_add_(places, grad_KQ.unbind())  # type: ignore[attr-defined]
 
 
 class GatheredPart:
@@ -655,7 +655,7 @@ class _MultiLoraFunction(torch.autograd.Function):
         return y_NO
 
     @staticmethod
-    def backward(ctx, grad_y_NO):
+    def backward(ctx, grad_y_NO):  # type: ignore[override]
         x_ND, *inners = ctx.saved_tensors
         grad_y_NO = grad_y_NO.contiguous()
         grad_x_ND = grad_y_NO @ ctx.linear.weight if ctx.needs_input_grad[0] else None
@@ -678,7 +678,7 @@ class MultiLoraLinear(nn.Linear):
         new.bank = bank
         return new
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         batch = self.bank.batch
         if batch is None or not any(self.shape.kind in part.kinds for part in batch.parts):
             return F.linear(x, self.weight, self.bias)
