@@ -10,9 +10,10 @@ import statistics
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
+from marlaas import __version__
 from marlaas.runtime import now_s
 
-PACKAGES = ("marlaas", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 PROBE_S = 0.5
 """Time that each half of the probe takes."""
@@ -33,6 +34,7 @@ def describe() -> dict[str, object]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "load_average": round(os.getloadavg()[0], 2),
+        "marlaas": __version__,
         **{name: _version(name) for name in PACKAGES},
     }
 
@@ -59,7 +61,7 @@ def probe(num_threads: int = 1) -> dict[str, float]:
 
 def as_markdown(machine: Mapping[str, object], rates: Mapping[str, float]) -> str:
     """Return both as one line to stand above a table."""
-    packages = ", ".join(f"{name} {machine[name]}" for name in PACKAGES)
+    packages = ", ".join(f"{name} {machine[name]}" for name in ("marlaas", *PACKAGES))
     return (
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB, "
         f"{machine['system']}; Python {machine['python']}, {packages}. At the start: load "

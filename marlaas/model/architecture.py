@@ -9,6 +9,7 @@ not know, a linear that is missing, a difference in numbers.
 import copy
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -78,9 +79,10 @@ def check_config(config: PreTrainedConfig, max_context: int | None = None) -> in
     """
     limit = getattr(config, "max_position_embeddings", None)
     problems = list(_config_problems(config))
+    used = 0
     if not isinstance(limit, int):
         problems.append("does not say how long its context is; expected max_position_embeddings")
-    if not problems:
+    elif not problems:
         used = min(limit, max_context or limit)
         problems += _reach_problems(config, used)
     if problems:
@@ -179,7 +181,7 @@ def attention_window(config: PreTrainedConfig) -> int | None:
     return min(windows, default=None)
 
 
-def _rope_parameters(config: PreTrainedConfig) -> list[Mapping[str, object]]:
+def _rope_parameters(config: PreTrainedConfig) -> list[Mapping[str, Any]]:
     """Return the rotary settings, one entry or one per kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, Mapping)]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from marlaas.errors import InvalidRequest, UnsupportedBase
+from marlaas.errors import InvalidRequest, UnsupportedBase, UnsupportedFeature
 from marlaas.model import architecture, attention, lora
 from marlaas.model.attention import AttentionContext
 from marlaas.model.convert import folder_in_dtype, without_progress_bars
@@ -71,6 +71,18 @@ class BaseModel:
             if group in self.unsupported_targets
         ]
 
+    def check_exact(self) -> None:
+        """Raise `UnsupportedFeature` if company can change bits of a result on this base.
+
+        A mixture of experts multiplies the tokens of all sequences that chose an expert at once,
+        and products with fewer than `EXACT_MIN_ROWS` rows have bits of their own.
+        """
+        if any(name.endswith(".experts") for name, _ in self.model.named_modules()):
+            raise UnsupportedFeature(
+                f"base {self.name} has experts, whose results depend on who else computes, in the "
+                "last bits; expected a base without experts, or jobs that are not seeded"
+            )
+
     def hidden(
         self,
         tokens_N: Tensor,
@@ -108,7 +120,7 @@ def adopt(
     unsupported = architecture.check_modules(model)
     architecture.ignore_window(model)
     attention.register()
-    head = model.get_output_embeddings()
+    head = model.lm_head
     kinds = {
         kind for group in TARGET_GROUPS if group not in unsupported for kind in TARGET_GROUPS[group]
     }
@@ -154,24 +166,10 @@ def load_base(
     """
     folder = Path(folder)
     architecture.check_architecture(_read_config(folder), max_context)
-    if torch.device(device).type == "cpu":
-        folder_of_weights = folder_in_dtype(folder, dtype)
-    else:
-        folder_of_weights = folder
-    with without_progress_bars():
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            folder_of_weights,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    if loading["missing_keys"]:
-        missing = ", ".join(sorted(loading["missing_keys"])[:5])
-        raise InvalidRequest(
-            f"{folder} lacks weights of the model: {missing}; expected all of them"
-        )
-    return adopt(model.to(device), folder.name, max_context=max_context)
+    is_mapped = torch.device(device).type == "cpu"
+    model = _read_weights(folder_in_dtype(folder, dtype) if is_mapped else folder, dtype)
+    model.to(torch.device(device))  # type: ignore[arg-type]
+    return adopt(model, folder.name, max_context=max_context)
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:
@@ -182,6 +180,24 @@ def _read_config(folder: Path) -> PreTrainedConfig:
             f"{folder}: transformers cannot read it as a model of its own ({_first_line(error)}); "
             "expected a folder whose config.json names an architecture of transformers"
         ) from error
+
+
+def _read_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        with without_progress_bars():
+            model, loading = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except (OSError, RuntimeError) as error:
+        raise InvalidRequest(f"{folder}: cannot load the weights: {_first_line(error)}") from error
+    if loading["missing_keys"]:
+        missing = ", ".join(sorted(loading["missing_keys"])[:5])
+        raise InvalidRequest(f"{folder} lacks weights of the model: {missing}; expected all")
+    return model
 
 
 def _first_line(error: Exception) -> str:

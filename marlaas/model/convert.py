@@ -115,8 +115,8 @@ def _write_from_gguf(file: Path, folder: Path) -> None:
         model = type(read)(read.config)
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
-    ends = {metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")} - {None}
-    model.generation_config.eos_token_id = sorted(ends)
+    ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
+    model.generation_config.eos_token_id = sorted({end for end in ends if end is not None})
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _spell_for_other_readers(folder, tokenizer.chat_template)

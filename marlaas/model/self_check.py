@@ -94,7 +94,9 @@ def packed_logprobs(base: BaseModel, sequences: Sequence[Tensor]) -> tuple[Tenso
     lengths = [len(tokens) for tokens in sequences]
     positions_N = torch.cat([torch.arange(length) for length in lengths]).to(base.device)
     with torch.inference_mode():
-        hidden_ND = base.hidden(torch.cat(sequences), positions_N, PackedSequences(lengths), None)
+        hidden_ND = base.hidden(
+            torch.cat(list(sequences)), positions_N, PackedSequences(lengths), None
+        )
         logits = base.head(hidden_ND).split(lengths)
     return tuple(map(next_logprobs, logits, sequences))
 

@@ -107,6 +107,17 @@ def test_a_folder_that_lacks_weights_is_refused(tmp_path):
         load_base(tmp_path)
 
 
+def test_weights_of_another_shape_or_none_at_all_are_refused(tmp_path):
+    STOCK["llama"]().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+    with pytest.raises(InvalidRequest, match="cannot load the weights"):
+        load_base(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(InvalidRequest, match=r"cannot load the weights.*model\.safetensors"):
+        load_base(tmp_path)
+
+
 def test_a_folder_that_brings_its_own_code_is_refused(tmp_path):
     config = {
         "model_type": "mine",
