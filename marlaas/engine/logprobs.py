@@ -184,8 +184,8 @@ class HeadPass:
     def backpropagate(
         self, grad_M: Tensor, hidden_MD: Tensor, lse_M: Tensor, kept: "_Logits | None"
     ) -> Tensor:
-        """Return the gradient of the hidden states; add the adapters' own to their rows. Kept logits
-        are used up.
+        """Return the gradient of the hidden states, add the adapters' own to their rows, and use up
+        the kept logits.
 
         dz = g (onehot(target) - softmax(z)) / temperature,    dh = dz W + (adapter's share)
         """
