@@ -136,10 +136,15 @@ class Container:
         if self._call_began_s is not None:
             self.cpu_s += now_s() - self._call_began_s
             self._call_began_s = None
-        if self._process is not None and self._process.returncode is None:
-            # The group, since a container that is not yet set up does not die with its parent.
+        if self._process is None:
+            return
+        # What is not yet set up does not die with its parent: it is in the same process group, or
+        # it is a server that ends when it can read no request.
+        if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
     async def reap(self) -> None:
         """Wait until nothing of it is left."""
