@@ -72,6 +72,8 @@ class BatchGenerator:
                 f"kv_capacity_tokens {kv_capacity_tokens}: one sequence of max_context "
                 f"{max_context} takes {capacity_for(max_context)}"
             )
+        if is_exact:
+            base.check_exact()
         self.base = base
         self.max_context = max_context
         self.decode_text = decode_text

@@ -77,6 +77,8 @@ class LoraTrainer:
     ) -> None:
         """`checkpointing`: `always`, `never`, or `auto`: when a pass's predicted activations exceed
         `activation_budget_bytes`."""
+        if is_exact:
+            base.check_exact()
         self.base = base
         self._runner = PassRunner(
             base,

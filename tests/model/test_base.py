@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from marlaas.engine.generator import BatchGenerator
 from marlaas.engine.self_check import check_base
 from marlaas.engine.trainer import LoraTrainer
-from marlaas.errors import InvalidRequest, UnsupportedBase
+from marlaas.errors import InvalidRequest, UnsupportedBase, UnsupportedFeature
 from marlaas.model.attention import PackedSequences
 from marlaas.model.base import BaseModel, load_base
 from marlaas.model.lora import LoraBatch, Segment
@@ -153,6 +154,14 @@ def test_a_policy_on_experts_is_refused_by_the_trainer():
     with pytest.raises(InvalidRequest, match=r"target mlp: .* lies in experts"):
         trainer.create("p", AdapterSpec(targets=("attention", "mlp")))
     trainer.create("p", AdapterSpec(targets=("attention",)))
+
+
+def test_exact_results_are_refused_on_a_base_with_experts():
+    base = models.random_qwen3_moe()
+    with pytest.raises(UnsupportedFeature, match="expected a base without experts"):
+        LoraTrainer(base, is_exact=True)
+    with pytest.raises(UnsupportedFeature, match="jobs that are not seeded"):
+        BatchGenerator(base, kv_capacity_tokens=1024, max_context=128, is_exact=True)
 
 
 def test_adapters_on_the_attention_of_a_base_with_experts_train():
