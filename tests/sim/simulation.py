@@ -35,21 +35,20 @@ class CrashingStore(Store):
     """A store whose process dies at its n-th durable write, just before it or just after."""
 
     def __init__(self, root: Path, crash_at: float, *, is_before: bool) -> None:
-        self._writes_left = float("inf")
+        self.num_writes = 0
+        self._crash_at = crash_at
         self._is_before = is_before
         super().__init__(root)
-        self._writes_left = crash_at
 
     @contextmanager
     def _transaction(self) -> Iterator:
-        self._writes_left -= 1
-        if self._writes_left < 0:
-            raise Crash
-        if self._writes_left == 0 and self._is_before:
+        self.num_writes += 1
+        is_last = self.num_writes == self._crash_at
+        if self.num_writes > self._crash_at or (is_last and self._is_before):
             raise Crash
         with super()._transaction() as db:
             yield db
-        if self._writes_left == 0:
+        if is_last:
             raise Crash
 
 
@@ -127,7 +126,7 @@ def _draw_job(rng: random.Random, index: int) -> JobSpec:
 class Outcome:
     """What is left after the last life."""
 
-    store: Store
+    store: CrashingStore
     recorder: Recorder
     workers: list[FakeWorker] = field(default_factory=list)
     num_lives: int = 0
