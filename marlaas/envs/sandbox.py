@@ -79,7 +79,8 @@ class Sandbox:
     """Runs calls in containers: `new -> start -> call, call, ... -> stop`.
 
     Use from one event loop. `call` and `run_tests` may be awaited concurrently; more than
-    `max_parallel` wait for their turn. Lanes beyond the first start when they are first needed.
+    `max_parallel` wait for their turn. Containers beyond the first start when
+    they are first needed.
     """
 
     def __init__(self, limits: SandboxLimits | None = None) -> None:
