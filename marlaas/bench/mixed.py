@@ -293,7 +293,8 @@ def write_report(folder: Path, result: Mapping, rows: Mapping[str, Sequence[Meas
     (folder / "mixed.json").write_text(json.dumps(result, indent=2) + "\n")
     lines = [
         machine.as_markdown(result["machine"], result["probe"]),
-        f"{result['num_adapters']} adapters on attention and MLP, {result['num_threads']} thread.",
+        f"{result['num_adapters']} adapters on attention and MLP, {result['num_threads']} thread, "
+        f"medians of {result['clock']}.",
         "",
         "| base | what | 32 together | one | ratio (quartiles) | tokens/s together |",
         "|---|---|---|---|---|---|",
@@ -332,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "is_quick": options.quick,
         "num_adapters": Plan().num_adapters,
         "num_threads": options.threads,
+        "clock": "CPU time" if options.threads == 1 else "wall time",
         "machine": about,
         "probe": rates,
         "rows": {base: [_as_json(row) for row in measured] for base, measured in rows.items()},

@@ -98,16 +98,18 @@ def _write_from_gguf(file: Path, folder: Path) -> None:
     """Write model, tokenizer, chat template and stop tokens of a GGUF file as a plain folder."""
     if importlib.util.find_spec("gguf") is None:
         raise InvalidRequest("reading GGUF files needs a package: pip install 'marlaas[gguf]'")
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     metadata = _read_metadata(file)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     _fix_splitting(tokenizer.backend_tokenizer, metadata)
+    packed = getattr(transformers, "GgufConfig", None)  # Where weights may stay packed by default.
     read = AutoModelForCausalLM.from_pretrained(
         file.parent,
         gguf_file=file.name,
         dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
+        **({"quantization_config": packed(dequantize=True)} if packed else {}),
     )
     # A model read from GGUF counts as quantised and cannot be saved; a plain one takes its weights.
     vars(read.config).pop("quantization_config", None)

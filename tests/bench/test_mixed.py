@@ -53,6 +53,7 @@ def test_the_report_is_a_table_a_plot_and_the_figures(rows, tmp_path):
         "probe": machine.probe(),
         "num_adapters": 8,
         "num_threads": 1,
+        "clock": "CPU time",
     }
     mixed.write_report(tmp_path, result, {"random": rows})
     assert json.loads((tmp_path / "mixed.json").read_text())["machine"]["cores"] >= 1
