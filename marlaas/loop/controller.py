@@ -46,6 +46,10 @@ from marlaas.types import (
     TenantId,
 )
 
+MAX_ATTEMPTS = 6
+"""Attempts at one step, each of which loses the worker, before its job is given up: the step may be
+what ends the workers, and they have other tenants."""
+
 
 class Mode(StrEnum):
     """How jobs share the machine."""
@@ -262,6 +266,7 @@ class Controller:
     async def _judge_last(self, job: Job) -> None:
         """Wait for all evaluations; a job that stopped early has its last version judged too."""
         if job.is_trained:
+            job.cancel_training_rollouts()
             for version in self._missing_evaluations(job) - job.evaluations.keys():
                 self._start_evaluation(job, version)
         await job.all_judged()
@@ -310,7 +315,7 @@ class Controller:
             self._store.open_group(job.spec.tenant, job.spec.name, plan.index, version=plan.version)
         estimate_s = station.charge(job.spec, plan.size)
         generator = job.policy.generator(plan.size)  # its places are reserved from here on
-        task = job.spawn_rollout(self._roll_out(job, plan, generator, estimate_s))
+        task = job.spawn_rollout(plan, self._roll_out(job, plan, generator, estimate_s))
         task.add_done_callback(lambda _: generator.close())
 
     def _hand_over(self, job: Job, plan: GroupPlan, group: Group) -> None:
@@ -323,14 +328,21 @@ class Controller:
         self._tell(lambda observer: observer.group_done(job.spec, group))
 
     async def _step(self, job: Job, groups: list[Group]) -> Outcome:
-        """Train on groups until a worker lives through it."""
-        while True:
+        """Train on groups until a worker lives through it.
+
+        Raises:
+            WorkerLost: none does; the step itself may be what ends them.
+        """
+        for attempt in range(MAX_ATTEMPTS):
+            await asyncio.sleep(job.wait_before_attempt_s(attempt))
             try:
                 return await train(
                     job.policy, job.spec, job.algorithm, groups, gap_bound=self._settings.gap_bound
                 )
             except WorkerLost:
                 await job.policy.recover()
+        step = job.policy.version + 1
+        raise WorkerLost(f"workers were lost in all of {MAX_ATTEMPTS} attempts at step {step}")
 
     def _commit(self, job: Job, groups: list[Group], outcome: Outcome) -> StepRecord:
         """Make a step durable in one transaction, before anyone can see it."""

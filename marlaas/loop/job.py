@@ -50,6 +50,9 @@ class Job:
         self.judging: set[asyncio.Task[None]] = set()
         """Evaluations in progress."""
         self._sampling: set[asyncio.Task[None]] = set()
+        """Rollouts to train on."""
+        self._trying: set[asyncio.Task[None]] = set()
+        """Rollouts of held-out prompts."""
         self._tidying: set[asyncio.Task[None]] = set()
         self._tasks = tasks
         self._waiting: deque[Evaluation] = deque()
@@ -63,10 +66,9 @@ class Job:
         tenant, name = self.spec.tenant, self.spec.name
         stored = store.job(tenant, name)
         self._began_s = runtime.now_s() - stored.elapsed_s
-        rows = store.groups(tenant, name)
-        consumed = [row.index for row in rows if row.step is not None]
-        finished = [row.group for row in rows if row.state is GroupState.FINISHED and row.group]
-        self.buffer.restore(stored.step, consumed, finished)
+        rows = store.groups(tenant, name, GroupState.FINISHED)
+        finished = [row.group for row in rows if row.group is not None]
+        self.buffer.restore(stored.step, store.consumed_groups(tenant, name), finished)
         for record in store.evaluations(tenant, name):
             self.note(record)
 
@@ -159,6 +161,17 @@ class Job:
                 f"no verdict in {MAX_BARREN_STEPS} steps; the last said {last.end}: {last.detail}",
             )
 
+    def wait_before_attempt_s(self, attempt: int) -> float:
+        """Return how long to wait before a step is tried again after its worker was lost.
+
+        The first repetition comes at once. Later ones wait ever longer, each job differently: if
+        one job's step is what ends the worker, its neighbours get theirs done in between.
+        """
+        if attempt <= 1:
+            return 0.0
+        jitter = runtime.rng("attempt", self.spec.job_id, self.buffer.version, attempt).random()
+        return (0.5 + jitter) * 2.0 ** (attempt - 2)
+
     def note(self, record: EvalRecord) -> None:
         """Stop training once an evaluation is good enough."""
         if 0 < self.spec.stop_at_success <= record.success:
@@ -167,9 +180,11 @@ class Job:
 
     # Tasks ------------------------------------------------------------------------------------
 
-    def spawn_rollout(self, rollout: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def spawn_rollout(
+        self, plan: GroupPlan, rollout: Coroutine[None, None, None]
+    ) -> asyncio.Task[None]:
         """Run a rollout; its failure is the job's."""
-        return self._spawn(rollout, self._sampling)
+        return self._spawn(rollout, self._sampling if plan.is_training else self._trying)
 
     def spawn_evaluation(self, evaluation: Coroutine[None, None, None]) -> None:
         self._spawn(evaluation, self.judging)
@@ -187,9 +202,14 @@ class Job:
         if self._tidying:
             await asyncio.wait(self._tidying)
 
+    def cancel_training_rollouts(self) -> None:
+        """End rollouts that no step will take."""
+        for task in self._sampling:
+            task.cancel()
+
     async def cancel_tasks(self) -> None:
         """End all that is in progress; the store knows what to do again."""
-        tasks = [*self._sampling, *self.judging, *self._tidying]
+        tasks = [*self._sampling, *self._trying, *self.judging, *self._tidying]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -35,8 +35,7 @@ from marlaas.types import (
 )
 
 MAX_RECOVERIES = 5
-"""Worker losses in a row that a policy sits out before its job gives up."""
-
+"""Times that a worker may be lost while it brings one policy back, before the job gives up."""
 
 RATE_PERIOD_S = 2.0
 """Shortest time between two questions for a worker's rates, which change slowly."""
@@ -280,7 +279,7 @@ class Policy:
         """Return once the policy is live on a worker, at the newest durable version.
 
         Raises:
-            WorkerLost: workers were lost again and again, or none is left.
+            WorkerLost: no worker is left, or it is lost each time that the policy comes back.
         """
         async with self._lock:
             for _ in range(MAX_RECOVERIES):
@@ -292,12 +291,10 @@ class Policy:
                 home = _home(self.station.worker)
                 if home == self._home:
                     return
-                try:
+                with suppress(WorkerLost):
                     await self._bring_back(self.station.worker.trainer)
-                except WorkerLost:
-                    continue
-                self._home = home
-                return
+                    self._home = home
+                    return
             raise WorkerLost(f"{self._spec.policy_id}: lost {MAX_RECOVERIES} times in a row")
 
     async def publish(self, version: int) -> None:

@@ -202,6 +202,14 @@ class Store:
         )  # fmt: skip
         return [_stored_group(row) for row in rows]
 
+    def consumed_groups(self, tenant_id: TenantId, job: str) -> list[int]:
+        """Return the indices of the groups that steps have taken, without their records."""
+        rows = self._rows(
+            "SELECT idx FROM groups WHERE tenant_id = ? AND job = ? AND step IS NOT NULL",
+            tenant_id, job,
+        )  # fmt: skip
+        return [row["idx"] for row in rows]
+
     # Steps --------------------------------------------------------------------------------
 
     def commit_step(

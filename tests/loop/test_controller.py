@@ -393,6 +393,20 @@ def test_jobs_of_a_worker_that_does_not_come_back_move_to_another(tmp_path: Path
     assert all(run.state(spec) == (JobState.DONE, "") for spec in specs)
 
 
+def test_a_job_that_ends_its_worker_every_time_is_given_up(tmp_path: Path) -> None:
+    class Fragile(FakeWorker):
+        async def forward_backward(self, policy_id: str, data: list, objective: object) -> list:
+            if policy_id == "acme/poison":
+                self.kill()
+            return await super().forward_backward(policy_id, data, objective)
+
+    poison, neighbour = job("poison"), job("fine", steps=30)
+    run = Run(tmp_path, poison, neighbour, workers=lambda: [Fragile(speed=Speed(restart_s=0.1))])
+    state, reason = run.state(poison)
+    assert state is JobState.FAILED and "lost in all of 6 attempts at step 1" in reason
+    assert run.state(neighbour) == (JobState.DONE, "")
+
+
 def test_without_any_worker_jobs_fail_and_say_so(tmp_path: Path) -> None:
     spec = job(steps=20)
 

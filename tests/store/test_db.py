@@ -78,6 +78,7 @@ def test_a_step_moves_record_groups_version_and_cursor_together(store: Store) ->
         (GroupState.DROPPED, "zero_variance", 1),
         (GroupState.FINISHED, "", None),
     ]
+    assert store.consumed_groups(ACME, "sums") == [0, 1]
     assert store.steps(ACME, "sums") == [record_of(1, 0, 1)]
     assert [(row.version, row.has_state) for row in store.versions(ACME, "sums")] == [
         (0, False),
