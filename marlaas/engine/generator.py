@@ -173,7 +173,7 @@ class BatchGenerator:
 
     # -- one quantum --------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> tuple[list[SequenceResult], Work | None]:
         """Do one prefill pass or one decode step; return what ended and what it took.
 
@@ -392,9 +392,10 @@ class BatchGenerator:
     def _lora_batch(self, segments: list[Segment], *, is_decode: bool = False) -> LoraBatch | None:
         if all(segment.slot is None for segment in segments):
             return None
-        return LoraBatch.build(
-            self.base.bank, segments, is_exact=self.is_exact, is_decode=is_decode
-        )
+        with torch.inference_mode(False):  # The bank keeps copies, which training uses as well.
+            return LoraBatch.build(
+                self.base.bank, segments, is_exact=self.is_exact, is_decode=is_decode
+            )
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.base.device)

@@ -147,3 +147,31 @@ def test_in_exact_mode_a_sequence_has_the_same_bits_alone_and_among_many(shape):
             result = company[request.request_id]
             assert result.tokens.tolist() == alone.tokens.tolist()
             assert result.logprobs.tobytes() == alone.logprobs.tobytes()
+
+
+def test_training_passes_and_sampling_take_turns_on_one_bank():
+    """What sampling leaves in the bank (stacked copies, tables) serves training, and back."""
+    base = random_llama()
+    slots = random_adapters(base, [8] * 6)
+    requests = [ask(f"r{idx}", 20, slots[idx % 6], base.vocab_size) for idx in range(12)]
+    before = run(base, requests)
+    layout = base.bank.bucket(8).layout
+    grad_rows = [torch.zeros(layout.length) for _ in slots]
+    for _ in range(2):
+        batch = LoraBatch.build(
+            base.bank, [Segment(slot, 5) for slot in slots], grad_rows=grad_rows
+        )
+        positions = torch.arange(5).repeat(6)
+        with base.bank.active(batch):
+            hidden = base.hidden(torch.arange(30), positions, PackedSequences([5] * 6), batch)
+            base.head(hidden).logsumexp(-1).sum().backward()
+    assert all(bool(row.any()) and bool(row.isfinite().all()) for row in grad_rows)
+    # The same weights again sample the same; other weights in the same slot do not.
+    after = run(base, requests)
+    base.bank.write(slots[0], torch.zeros(layout.length))
+    written = run(base, requests)
+    for idx, request in enumerate(requests):
+        name = request.request_id
+        assert after[name].tokens.tolist() == before[name].tokens.tolist()
+        is_same = written[name].tokens.tolist() == before[name].tokens.tolist()
+        assert is_same == (idx % 6 != 0)
