@@ -66,23 +66,24 @@ def pick(choices: dict[str, float], dice: random.Random) -> str:
 # math
 
 MATH_SETTINGS = (
-    (MathFamily(MathSettings()), 62),
+    (MathFamily(MathSettings()), 58),
     (MathFamily(MathSettings(terms=2)), 10),
-    (MathFamily(MathSettings(kind="words")), 16),
+    (MathFamily(MathSettings(kind="words")), 14),
     (MathFamily(MathSettings(terms=4)), 8),
+    (MathFamily(MathSettings(terms=5)), 3),
     (MathFamily(MathSettings(terms=2, max_value=99)), 2),
-    (MathFamily(MathSettings(max_value=50)), 2),
+    (MathFamily(MathSettings(max_value=50)), 5),
 )
 MATH_STYLES = {
     "skills": {"steps": 0.90, "direct": 0.08, "plain": 0.02},
     "mixed": {
-        "steps": 0.40,
-        "direct": 0.12,
-        "wrong_steps": 0.13,
-        "wrong_direct": 0.10,
-        "plain": 0.10,
-        "no_answer": 0.07,
-        "refusal": 0.08,
+        "steps": 0.47,
+        "direct": 0.10,
+        "wrong_steps": 0.12,
+        "wrong_direct": 0.09,
+        "plain": 0.09,
+        "no_answer": 0.06,
+        "refusal": 0.07,
     },
 }
 
@@ -207,16 +208,17 @@ def _guess(question: str, dice: random.Random) -> str:
 # code
 
 CODE_SETTINGS = (
-    (CodeSettings(), 66),
-    (CodeSettings(steps=1), 8),
-    (CodeSettings(steps=3), 12),
-    (CodeSettings(kind="function", steps=1), 14),
+    (CodeSettings(), 60),
+    (CodeSettings(steps=1), 6),
+    (CodeSettings(steps=3), 10),
+    (CodeSettings(kind="function", steps=1), 12),
+    (CodeSettings(kind="function"), 12),
 )
 CODE_STYLES = {
     "skills": {"right": 0.97, "plain": 0.03},
     "mixed": {
-        "right": 0.53,
-        "wrong": 0.20,
+        "right": 0.50,
+        "wrong": 0.23,
         "plain": 0.13,
         "broken": 0.06,
         "refusal": 0.08,

@@ -1,6 +1,6 @@
 """Train `tiny` on the synthetic corpus: one process, one thread, resumable.
 
-    python -m tools.make_tiny.train --work /somewhere/tiny --tokens 10_500_000
+    python -m tools.make_tiny.train --work /somewhere/tiny --tokens 12_500_000
     python -m tools.make_tiny.train --work /somewhere/tiny --export marlaas/assets/tiny
 
 The first part of the budget uses the mixture `skills`, the rest `mixed` (see `corpus.py`). Weight
@@ -30,7 +30,7 @@ MICRO_TOKENS = 2048
 MICROS_PER_STEP = 2
 POOL = 512
 """Conversations that are sorted by length together."""
-SKILLS_SHARE = 0.72
+SKILLS_SHARE = 0.6
 """Part of the token budget that is spent on the mixture `skills`."""
 PEAK_LR = 4e-3
 WARM_UP_STEPS = 60
@@ -213,7 +213,7 @@ def main() -> None:
     """Make what is missing in the work folder, then train or export."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--work", type=Path, required=True, help="folder for work files")
-    parser.add_argument("--tokens", type=int, default=10_500_000, help="token budget in all")
+    parser.add_argument("--tokens", type=int, default=12_500_000, help="token budget in all")
     parser.add_argument("--skills-share", type=float, default=SKILLS_SHARE)
     parser.add_argument("--export", type=Path, help="write the last checkpoint there and end")
     options = parser.parse_args()
