@@ -569,6 +569,8 @@ class LoraBatch:
 
     parts: tuple[Part, ...]
     num_tokens: int
+    kinds: frozenset[str]
+    """Linears that at least one adapter of the batch targets."""
 
     @classmethod
     def build(
@@ -611,7 +613,7 @@ class LoraBatch:
             )
             part = _make_part(tokens, num_tokens=end, is_exact=is_exact, is_decode=is_decode)
             parts.append(part)
-        return cls(tuple(parts), end)
+        return cls(tuple(parts), end, frozenset().union(*(part.kinds for part in parts)))
 
 
 def lora_forward(y_NO: Tensor, x_ND: Tensor, module: ModuleShape, batch: LoraBatch) -> list[Tensor]:
@@ -667,6 +669,7 @@ class MultiLoraLinear(nn.Linear):
     """`nn.Linear` with unchanged parameter names whose output adds each token's own adapter."""
 
     shape: ModuleShape
+    kind: str
     bank: AdapterBank
 
     @classmethod
@@ -675,12 +678,13 @@ class MultiLoraLinear(nn.Linear):
         new = cls.__new__(cls)
         new.__dict__ = linear.__dict__
         new.shape = ModuleShape(name, linear.in_features, linear.out_features)
+        new.kind = new.shape.kind
         new.bank = bank
         return new
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         batch = self.bank.batch
-        if batch is None or not any(self.shape.kind in part.kinds for part in batch.parts):
+        if batch is None or self.kind not in batch.kinds:
             return F.linear(x, self.weight, self.bias)
         x_ND = x.flatten(0, -2)
         assert x_ND.shape[0] == batch.num_tokens, "the active batch describes another pass"
@@ -689,7 +693,7 @@ class MultiLoraLinear(nn.Linear):
         else:
             y_NO = F.linear(x_ND, self.weight, self.bias)
             lora_forward(y_NO, x_ND, self.shape, batch)
-        return y_NO.unflatten(0, x.shape[:-1])
+        return y_NO.view(*x.shape[:-1], -1)
 
 
 def target_shapes(model: nn.Module) -> list[ModuleShape]:
