@@ -11,7 +11,7 @@ import asyncio
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from rich.table import Table
 from marlaas.bench.machine import describe
 from marlaas.bench.workload import FAMILIES, JobResult, Workload, run_mix
 from marlaas.loop.controller import Mode
+from marlaas.store.codec import encode
 from marlaas.types import JobSpec, Latency
 
 COMPANY = 31
@@ -107,12 +108,12 @@ async def _exact(steps: int, num_others: int, base: str) -> dict[str, bool]:
     return same
 
 
-def _curve(result: JobResult) -> list[object]:
-    """Return what of a job's records must not depend on time or company."""
-    return [
-        (record.step, record.group_indices, record.adapter_hash, sorted(record.metrics.items()))
-        for record in result.steps
-    ]
+def _curve(result: JobResult) -> list[bytes]:
+    """Return what of a job's records must not depend on time or company, to the bit.
+
+    As bytes, since a metric may be NaN, which does not equal itself.
+    """
+    return [encode(replace(record, elapsed_s=0.0)) for record in result.steps]
 
 
 def _exact_table(same: dict[str, bool]) -> Table:
