@@ -71,8 +71,8 @@ class SlabClass:
         self.capacity = capacity
         num_layers, _, _, num_kv_heads, _, head_dim = like.shape
         self.kv = like.new_zeros(num_layers, 2, 0, num_kv_heads, capacity, head_dim)
-        """[layers, keys and values, rows, G, capacity, E]. All positions of a head lie side by side:
-        attention, which is bound by memory, reads them in one go."""
+        """[layers, keys and values, rows, G, capacity, E]. The positions of one head lie side by
+        side: attention, which is bound by memory, reads them in one go."""
         self.slabs: list[Slab] = []
         self.bounds = [0, 0, 0]
         """End of the decoding, the filling and the idle rows."""
@@ -97,10 +97,11 @@ class SlabClass:
         self.bounds[SlabKind.IDLE] += 1
 
     def remove(self, slab: Slab) -> None:
-        """Zero a slab and let go of its row."""
+        """Empty a slab and let go of its row."""
+        self.kv[:, :, slab.row, :, : slab.length] = 0
+        slab.length = 0
         self.move(slab, SlabKind.IDLE)
         self._swap(slab.row, len(self.slabs) - 1)
-        self.kv[:, :, slab.row, :, : slab.length] = 0
         self.slabs.pop()
         self.bounds[SlabKind.IDLE] -= 1
 
@@ -119,11 +120,18 @@ class SlabClass:
         if row == other_row:
             return
         first, second = self.slabs[row], self.slabs[other_row]
-        end = max(first.length, second.length)
-        if end:
-            kept = self.kv[:, :, row, :, :end].clone()
-            self.kv[:, :, row, :, :end] = self.kv[:, :, other_row, :, :end]
-            self.kv[:, :, other_row, :, :end] = kept
+        here = self.kv[:, :, row, :, : max(first.length, second.length)]
+        there = self.kv[:, :, other_row, :, : max(first.length, second.length)]
+        if not first.length:
+            here.copy_(there)
+            there.zero_()
+        elif not second.length:
+            there.copy_(here)
+            here.zero_()
+        else:
+            kept = here.clone()
+            here.copy_(there)
+            there.copy_(kept)
         self.slabs[row], self.slabs[other_row] = second, first
         first.row, second.row = other_row, row
 
@@ -199,7 +207,6 @@ class SlabPool:
         old.remove(slab)
         self.used_tokens += capacity - old.capacity
         new = self._class_with_room(capacity)
-        slab.length = 0
         new.add(slab)
         new.move(slab, kind)
         new.kv[:, :, slab.row, :, :length] = kept
@@ -234,7 +241,9 @@ class SlabPool:
 
     def _class_with_room(self, capacity: int) -> SlabClass:
         """Return the class with a free row, made within the budget by trimming other classes."""
-        home = self._classes.setdefault(capacity, SlabClass(capacity, self._like))
+        if capacity not in self._classes:
+            self._classes[capacity] = SlabClass(capacity, self._like)
+        home = self._classes[capacity]
         if len(home.slabs) == home.num_rows:
             num_rows = max(4, 2 * home.num_rows)
             others = [c for c in self._classes.values() if c is not home]
