@@ -25,7 +25,7 @@ POLICY = PolicyId("bench/rates")
 ROUNDS = 3
 """Repetitions of each kind; the best one counts."""
 
-KINDS = ("decode", "prefill", "train")
+KINDS: tuple[str, ...] = ("decode", "prefill", "train")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ class SequenceResult:
     """float32 [C]."""
     stop_reason: StopReason
     slots: list[tuple[int, Slot | None]] = field(default_factory=list)
-    """(first token index, slot) of each run of tokens under one slot; one entry unless in-flight."""
+    """(first token index, slot) of each run of tokens under one slot; one unless in-flight."""
     prompt_logprobs: np.ndarray | None = None
     topk_prompt_ids: np.ndarray | None = None
     topk_prompt_logprobs: np.ndarray | None = None

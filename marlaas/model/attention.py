@@ -116,7 +116,7 @@ def causal_attention(q_TGE: Tensor, k_TGE: Tensor, v_TGE: Tensor, scaling: float
     return out[0].transpose(0, 1)
 
 
-def _attention(
+def _attention(  # noqa: PLR0913 - the signature is that of `transformers`
     module: nn.Module,
     query: Tensor,
     key: Tensor,

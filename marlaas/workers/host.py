@@ -16,6 +16,7 @@ which slot, how many running sequences hold it, and in which order each policy's
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ class HostedPolicy:
     versions: dict[int, HostedVersion] = field(default_factory=dict)
     trained_version: int | None = None
     """Newest version, whose weights the trainer holds; None where the policy is only sampled."""
-    calls: deque[tuple[int, m.Call]] = field(default_factory=deque)
+    calls: deque[tuple[int, m.ForwardBackward | m.OptimStep]] = field(default_factory=deque)
     num_passes: int = 0
     """Calls that the trainer has taken and not finished."""
 
@@ -145,7 +146,7 @@ class EngineHost:
         else:
             finished, work = self.trainer.step()
             for ticket, outputs in finished:
-                self._finish_pass(ticket, m.ReplyOutputs(outputs))
+                self._finish_pass(cast(int, ticket), m.ReplyOutputs(outputs))
         elapsed = now_s() - started
         if work is not None:
             self._count(work.kind, work.num_tokens, elapsed)
@@ -338,12 +339,15 @@ class EngineHost:
 
     def _save_adapter(self, call_id: int, message: m.SaveAdapter) -> m.Reply:
         version = self._live_version(message.policy_id, message.version)
-        spec = self._policy(message.policy_id).spec
+        policy = self._policy(message.policy_id)
+        # The trainer's copy is fp32; the bank's may be rounded to the base's type.
+        is_newest = message.version == policy.trained_version
+        row = self.trainer.weights(message.policy_id) if is_newest else None
         adapter_hash = save_adapter(
             message.folder,
-            self.base.bank.read(version.slot),
-            spec,
-            self.base.bank.bucket(spec.rank).layout,
+            self.base.bank.read(version.slot) if row is None else row,
+            policy.spec,
+            self.base.bank.bucket(policy.spec.rank).layout,
             base_name=self.base.name,
         )
         return m.ReplyHash(adapter_hash)
@@ -355,7 +359,7 @@ class EngineHost:
                 self._cancel(0, m.Cancel(running.request.request_id))
         for waiting_id, _ in policy.calls:
             self.replies.append((waiting_id, m.ReplyError("NotFound", "the policy was removed")))
-        for ticket in self.trainer.remove(message.policy_id):
+        for ticket in cast(list[int], self.trainer.remove(message.policy_id)):
             error = m.ReplyError("NotFound", "the policy was removed")
             self._passes.pop(ticket)
             self.replies.append((ticket, error))

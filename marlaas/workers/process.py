@@ -65,6 +65,7 @@ def serve(connection: socket.socket, host: EngineHost) -> None:
                 if isinstance(message, m.Shutdown):
                     connection.sendall(m.pack(call_id, m.ReplyNone()))
                     return
+                assert not isinstance(message, m.Reply), "only the worker replies"
                 host.handle(call_id, message)
         if host.has_work:
             host.run_quantum()

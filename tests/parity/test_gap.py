@@ -58,9 +58,7 @@ def test_sampling_logprobs_equal_a_rescore_over_many_groups_with_shared_prompts(
         result = results[request.request_id]
         tokens = np.concatenate([request.tokens, result.tokens])
         zeros = np.zeros(len(tokens), dtype=np.float32)
-        data.append(
-            Datum(tokens=tokens, weights=zeros, advantages=zeros, sampling_logprobs=zeros)
-        )
+        data.append(Datum(tokens=tokens, weights=zeros, advantages=zeros, sampling_logprobs=zeros))
     trainer.submit_forward("p", slot, data, ticket=0)
     outputs = []
     while trainer.has_work:
