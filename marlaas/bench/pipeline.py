@@ -118,7 +118,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=None, help="folder for the plot")
     args = parser.parse_args(argv)
     args.jobs = args.jobs or ([8] if args.quick else list(NUM_JOBS))
-    args.steps = args.steps or (3 if args.quick else 8)
+    args.steps = args.steps or (3 if args.quick else 24)
     return args
 
 
