@@ -10,36 +10,29 @@ In exact mode no bit of a sequence's tokens or logprobs depends on its neighbour
 arrival or on memory pressure: passes have at least `EXACT_MIN_ROWS` tokens, and every sequence is
 cut, prefilled and decoded in its own way only (see `scheduler.py`).
 
-Shape suffixes: N tokens of a pass, D width, V vocabulary, T tokens of one chunk, K most likely.
+Shape suffixes: N tokens of a pass, D width, V vocabulary, T positions of one chunk.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from marlaas.engine.kv_cache import (
-    Chunk,
-    DecodeContext,
-    PrefillContext,
-    Slab,
-    SlabKind,
-    SlabPool,
-    capacity_for,
-)
+from marlaas.engine.kv_attention import DecodeContext, PrefillContext
+from marlaas.engine.kv_cache import Chunk, Slab, SlabPool, capacity_for
+from marlaas.engine.prompt_scores import PromptScores
 from marlaas.engine.sampler import SamplingBatch, sample
-from marlaas.engine.scheduler import Running, Scheduler
+from marlaas.engine.scheduler import Scheduler
+from marlaas.engine.sequence import LiveSequence
 from marlaas.engine.types import SequenceRequest, SequenceResult, Work
 from marlaas.errors import CapacityExceeded, InvalidRequest, UnsupportedFeature
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import EXACT_MIN_ROWS, LoraBatch, Segment, Slot
 from marlaas.types import StopReason
-
-_SCORE_ROWS = 128
-"""Positions whose logits are in memory at once when a prompt is scored."""
 
 _STOP_TAIL_TOKENS = 8
 """Tokens decoded beyond the four per character that a stop string can take in UTF-8 bytes."""
@@ -90,7 +83,7 @@ class BatchGenerator:
             self.pool, max_batch=max_batch, budget_tokens=prefill_budget_tokens, is_exact=is_exact
         )
         self._batch: _DecodeBatch | None = None
-        self._scores: dict[str, _PromptScores] = {}
+        self._scores: dict[str, PromptScores] = {}
         """By request id, of those that asked for prompt logprobs."""
         self._num_submitted = 0
         self._was_prefill = False
@@ -116,7 +109,7 @@ class BatchGenerator:
             raise InvalidRequest(f"token ids: expected 0 to {self.base.vocab_size - 1}")
         if request.sampling.stop_strings and self.decode_text is None:
             raise UnsupportedFeature("stop strings: this engine has no tokenizer to decode with")
-        sequence = Running(
+        sequence = LiveSequence(
             slot=request.slot,
             tokens=request.tokens.tolist(),
             request=request,
@@ -125,7 +118,7 @@ class BatchGenerator:
             prefix_len=min(request.prefix_len, num_tokens - 1) if request.prefix_id else 0,
         )
         if request.prompt_logprobs or request.topk_prompt_logprobs:
-            self._scores[request.request_id] = _PromptScores(request.topk_prompt_logprobs)
+            self._scores[request.request_id] = PromptScores(request.topk_prompt_logprobs)
         self._num_submitted += 1
         self.scheduler.add(sequence)
 
@@ -180,7 +173,7 @@ class BatchGenerator:
         Prefill goes first, so that the batch is full, but never twice in a row while others decode.
         """
         self.scheduler.admit()
-        has_decoding = any(home.bounds[SlabKind.DECODING] for home in self.pool.classes)
+        has_decoding = self.pool.has_decoding
         chunks = [] if self._was_prefill and has_decoding else self.scheduler.next_prefill()
         self._was_prefill = bool(chunks)
         if chunks:
@@ -195,12 +188,9 @@ class BatchGenerator:
 
     def _take_full(self) -> list[SequenceResult]:
         """End the sequences that may not sample a single token."""
-        full = [
-            sequence
-            for sequence in self.scheduler.running.values()
-            if len(sequence.tokens) >= sequence.limit and _is_decoding(sequence)
-        ]
-        return [self._finish(sequence, _limit_reason(sequence)) for sequence in full]
+        sequences = list(self.scheduler.running.values())
+        full = [sequence for sequence in sequences if sequence.is_decoding and sequence.is_full]
+        return [self._finish(sequence, sequence.limit_reason) for sequence in full]
 
     def _prefill(self, chunks: list[Chunk]) -> Work:
         tokens, positions, segments = [], [], []
@@ -221,7 +211,7 @@ class BatchGenerator:
         offset = 0
         for chunk, segment in zip(chunks, segments, strict=True):
             owner = chunk.slab.owner
-            if isinstance(owner, Running) and owner.request.request_id in self._scores:
+            if isinstance(owner, LiveSequence) and owner.request.request_id in self._scores:
                 hidden_TD = hidden_ND[offset : offset + segment.length]
                 self._score(owner, chunk.slab.length, hidden_TD)
             offset += segment.length
@@ -274,9 +264,9 @@ class BatchGenerator:
         return results, Work("decode", num_rows)
 
     def _build_batch(self, slabs: list[Slab]) -> "_DecodeBatch":
-        sequences: list[Running] = [slab.owner for slab in slabs]  # type: ignore[misc]
+        sequences: list[LiveSequence] = [slab.owner for slab in slabs]  # type: ignore[misc]
         for sequence in sequences:
-            _note_slot(sequence)
+            sequence.note_slot()
         num_missing = self._num_missing(len(slabs))
         padding = [0] * num_missing
         params = [sequence.request.sampling for sequence in sequences]
@@ -312,7 +302,7 @@ class BatchGenerator:
 
     # -- the end of a sequence ----------------------------------------------------------------
 
-    def _end(self, sequence: Running, *, is_finite: bool) -> SequenceResult:
+    def _end(self, sequence: LiveSequence, *, is_finite: bool) -> SequenceResult:
         """End a sequence after the token it just sampled."""
         if not is_finite:
             sequence.tokens.pop()
@@ -322,14 +312,14 @@ class BatchGenerator:
             return self._finish(sequence, StopReason.STOP_TOKEN)
         if sequence.request.sampling.stop_strings and self._has_stop_string(sequence):
             return self._finish(sequence, StopReason.STOP_STRING)
-        return self._finish(sequence, _limit_reason(sequence))
+        return self._finish(sequence, sequence.limit_reason)
 
-    def _finish(self, sequence: Running, reason: StopReason) -> SequenceResult:
+    def _finish(self, sequence: LiveSequence, reason: StopReason) -> SequenceResult:
         keep_kv = sequence.request.keep_kv and reason is not StopReason.NON_FINITE
         self.scheduler.finish(sequence, keep_kv=keep_kv)
         return self._result(sequence, reason)
 
-    def _result(self, sequence: Running, reason: StopReason) -> SequenceResult:
+    def _result(self, sequence: LiveSequence, reason: StopReason) -> SequenceResult:
         request = sequence.request
         scores = self._scores.pop(request.request_id, None)
         result = SequenceResult(
@@ -348,7 +338,7 @@ class BatchGenerator:
                 result.topk_prompt_ids, result.topk_prompt_logprobs = scores.topk()
         return result
 
-    def _has_stop_string(self, sequence: Running) -> bool:
+    def _has_stop_string(self, sequence: LiveSequence) -> bool:
         stops = sequence.request.sampling.stop_strings
         num_tail = 4 * max(map(len, stops)) + _STOP_TAIL_TOKENS
         tail = sequence.tokens[max(sequence.num_prompt, len(sequence.tokens) - num_tail) :]
@@ -356,32 +346,24 @@ class BatchGenerator:
         text = self.decode_text(tail)
         return any(stop in text for stop in stops)
 
-    # -- prompt logprobs ----------------------------------------------------------------------
-
-    def _score(self, sequence: Running, start: int, hidden_TD: Tensor) -> None:
-        """Keep the logprobs, at temperature 1, of the context tokens that follow a chunk."""
+    def _score(self, sequence: LiveSequence, start: int, hidden_TD: Tensor) -> None:
+        """Score the context tokens that follow the positions of a prefill chunk."""
         scores = self._scores[sequence.request.request_id]
-        num_known = max(0, scores.num_scored - start)
         end = min(start + len(hidden_TD), sequence.num_prompt - 1)
-        targets = self._tensor(sequence.tokens[start + num_known + 1 : end + 1])
-        hidden_TD = hidden_TD[num_known : end - start]
-        if not len(hidden_TD):
-            return
-        for piece_TD, target_T in zip(
-            hidden_TD.split(_SCORE_ROWS), targets.split(_SCORE_ROWS), strict=True
-        ):
-            logprob_TV = self._logprobs(sequence.slot, piece_TD)
-            top_TK = logprob_TV.topk(scores.num_top, dim=-1)
-            chosen_T = logprob_TV.gather(1, target_T[:, None])[:, 0]
-            scores.add(chosen_T, top_TK.indices, top_TK.values)
+        first = max(start, scores.num_scored)  # Scored already, if it was preempted since.
+        if first < end:
+            next_token_T = self._tensor(sequence.tokens[first + 1 : end + 1])
+            to_logits = partial(self._logits, sequence.slot)
+            scores.add(hidden_TD[first - start : end - start], next_token_T, to_logits)
 
-    def _logprobs(self, slot: Slot | None, hidden_TD: Tensor) -> Tensor:
-        num_rows = len(hidden_TD)
-        num_missing = self._num_missing(num_rows)
-        padded_ND = F.pad(hidden_TD, (0, 0, 0, num_missing))
-        lora = self._lora_batch([Segment(slot, num_rows), Segment(None, num_missing)])
+    def _logits(self, slot: Slot | None, hidden_TD: Tensor) -> Tensor:
+        """Return the logits of positions of one sequence, float32 [T, V]."""
+        num_missing = self._num_missing(len(hidden_TD))
+        lora = self._lora_batch([Segment(slot, len(hidden_TD)), Segment(None, num_missing)])
         with self.base.bank.active(lora):
-            return self.base.head(padded_ND)[:num_rows].float().log_softmax(-1)
+            return self.base.head(F.pad(hidden_TD, (0, 0, 0, num_missing)))[
+                : len(hidden_TD)
+            ].float()
 
     # -- small things -------------------------------------------------------------------------
 
@@ -407,7 +389,7 @@ class _DecodeBatch:
 
     epoch: int
     """The pool's, when it was built."""
-    sequences: list[Running]
+    sequences: list[LiveSequence]
     context: DecodeContext
     lora: LoraBatch | None
     sampling: SamplingBatch
@@ -430,48 +412,3 @@ class _DecodeBatch:
             int(self.next_position_N[part.own].max()) - 1 for part in self.context.parts
         ]
         self.context.advance(self.position_N, max_positions)
-
-
-@dataclass(slots=True)
-class _PromptScores:
-    """Logprobs of a context, chunk by chunk. Entry t describes token t; entry 0 has none."""
-
-    num_top: int
-    num_scored: int = 0
-    """Positions whose next token is scored."""
-    chosen: list[Tensor] = field(default_factory=list)
-    ids: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-
-    def add(self, logprob_T: Tensor, id_TK: Tensor, value_TK: Tensor) -> None:
-        self.num_scored += len(logprob_T)
-        self.chosen.append(logprob_T)
-        self.ids.append(id_TK)
-        self.values.append(value_TK)
-
-    def logprobs(self) -> np.ndarray:
-        return torch.cat([torch.full((1,), torch.nan), *self.chosen]).numpy()
-
-    def topk(self) -> tuple[np.ndarray, np.ndarray]:
-        ids = torch.cat([torch.full((1, self.num_top), -1), *self.ids])
-        values = torch.cat([torch.full((1, self.num_top), torch.nan), *self.values])
-        return ids.to(torch.int32).numpy(), values.numpy()
-
-
-def _note_slot(sequence: Running) -> None:
-    """Note under which slot the sequence's coming tokens are sampled."""
-    if sequence.slots and sequence.slots[-1][1] == sequence.slot:
-        return
-    if sequence.slots and sequence.slots[-1][0] == sequence.num_sampled:
-        sequence.slots.pop()
-    sequence.slots.append((sequence.num_sampled, sequence.slot))
-
-
-def _is_decoding(sequence: Running) -> bool:
-    return sequence.slab is not None and sequence.slab.kind is SlabKind.DECODING
-
-
-def _limit_reason(sequence: Running) -> StopReason:
-    if sequence.num_sampled >= sequence.request.sampling.max_tokens:
-        return StopReason.LENGTH
-    return StopReason.CONTEXT_FULL

@@ -20,122 +20,21 @@ Rules:
 
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from marlaas.engine.kv_cache import Chunk, Slab, SlabKind, SlabPool
-from marlaas.engine.types import SequenceRequest
+from marlaas.engine.sequence import Context, LiveSequence, Parked, Prefix
 from marlaas.model.lora import Slot
 
 GROWTH_TOKENS = 64
 """Room for sampled tokens that a sequence starts with; it moves to larger slabs as it grows."""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Context:
-    """Tokens under one slot whose KV is wanted."""
-
-    slot: Slot | None
-    tokens: list[int]
-    slab: Slab | None = None
-
-    @property
-    def num_cached(self) -> int:
-        return self.slab.length if self.slab else 0
-
-    def next_prefill_end(self, budget: int) -> int:
-        """Return where the next chunk of prefill ends; `num_cached` when there is none to do."""
-        return min(self.num_cached + budget, len(self.tokens))
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Prefix(Context):
-    """A shared opening of several sequences: filled once, then copied into each one's slab."""
-
-    key: tuple
-    waiters: list["Running"] = field(default_factory=list)
-    """Sequences that go on once it is filled."""
-
-    @property
-    def is_ready(self) -> bool:
-        return self.num_cached == len(self.tokens)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Running(Context):
-    """One request from submission to result."""
-
-    request: SequenceRequest
-    arrival: int
-    limit: int
-    """Most tokens, context and completion together."""
-    prefix_len: int
-    """Prefill is cut here, shared or not."""
-    logprobs: list[float] = field(default_factory=list)
-    slots: list[tuple[int, Slot | None]] = field(default_factory=list)
-    """(first sampled token, slot) of each run of tokens under one slot."""
-    decoded: list[list[int]] = field(default_factory=list)
-    """[start, end) of positions whose KV came from decode steps; the last end may lag behind."""
-    is_replaying: bool = False
-    """Decoded KV is replayed by decode steps (exact mode) rather than prefilled."""
-    is_mixed: bool = False
-    """Its KV was computed under more than one slot: of no use to any other sequence."""
-    num_reused: int = 0
-    """Context tokens that were not computed for this request."""
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.tokens)
-
-    @property
-    def num_sampled(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-    def _replay_range(self) -> list[int] | None:
-        """Return the first decoded range that is still to be replayed, if any."""
-        if self.is_replaying:
-            for span in self.decoded:
-                if span[1] > self.num_cached:
-                    return span
-        return None
-
-    def next_prefill_end(self, budget: int) -> int:
-        start, end = self.num_cached, len(self.tokens) - 1
-        span = self._replay_range()
-        if span is not None:
-            end = max(start, min(end, span[0]))
-        if start < self.prefix_len:
-            end = min(end, self.prefix_len)
-        return min(start + budget, end)
-
-    def begin_decode(self) -> None:
-        """Note that KV comes from decode steps from here on."""
-        start = self.num_cached
-        if not any(first <= start <= end for first, end in self.decoded):
-            self.decoded.append([start, start])
-
-    def note_decoded(self) -> None:
-        """Note how far decode steps have come; before the slab is dropped or parked."""
-        if self.decoded and self.slab is not None and self.slab.kind is SlabKind.DECODING:
-            self.decoded[-1][1] = max(self.decoded[-1][1], self.num_cached)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Parked(Context):
-    """A finished turn whose sequence will go on. In exact mode it outlives its slab."""
-
-    prefix_len: int
-    decoded: list[list[int]]
-    is_mixed: bool
-    is_in_flight: bool
-
-
 class Scheduler:
-    """Queues and memory of one generator. Who calls what, each quantum:
+    """Queues and memory of one generator. In each quantum it calls
 
-    scheduler.admit()                         # waiting -> filling, as memory allows
-    chunks = scheduler.next_prefill()         # then after the pass: scheduler.prefilled(chunks)
-    scheduler.make_room()                     # before a decode step
-    scheduler.finish(sequence, keep_kv=...)   # after it, for each that ended
+    admit()                         waiting -> filling, as memory allows
+    next_prefill(), prefilled()     before and after a prefill pass: filling -> decoding
+    make_room(), finish()           before and after a decode step
     """
 
     def __init__(
@@ -145,11 +44,11 @@ class Scheduler:
         self.max_batch = max_batch
         self.budget_tokens = budget_tokens
         self.is_exact = is_exact
-        self.waiting: list[Running] = []
+        self.waiting: list[LiveSequence] = []
         """By arrival."""
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, LiveSequence] = {}
         """By request id: has a slab, fills or decodes."""
-        self.filling: list[Running | Prefix] = []
+        self.filling: list[LiveSequence | Prefix] = []
         self.prefixes: dict[tuple, Prefix] = {}
         """Least recently used first."""
         self.parked: dict[str, Parked] = {}
@@ -159,7 +58,7 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self.filling)
 
-    def sequences(self) -> Iterator[Running]:
+    def sequences(self) -> Iterator[LiveSequence]:
         """Yield every sequence that has not ended."""
         yield from self.waiting
         yield from self.running.values()
@@ -168,10 +67,10 @@ class Scheduler:
 
     # -- in and out ---------------------------------------------------------------------------
 
-    def add(self, sequence: Running) -> None:
+    def add(self, sequence: LiveSequence) -> None:
         insort(self.waiting, sequence, key=lambda other: other.arrival)
 
-    def remove(self, request_id: str) -> Running | None:
+    def remove(self, request_id: str) -> LiveSequence | None:
         """Take a sequence out, wherever it is, and free its KV."""
         sequence = next((s for s in self.sequences() if s.request.request_id == request_id), None)
         if sequence is None:
@@ -181,14 +80,11 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         else:
-            for prefix in list(self.prefixes.values()):
-                if sequence in prefix.waiters:
-                    prefix.waiters.remove(sequence)
-                    if not prefix.waiters and not prefix.is_ready:
-                        self._drop_prefix(prefix)
+            prefix = next(p for p in self.prefixes.values() if sequence in p.waiters)
+            self._leave(prefix, [sequence])
         return sequence
 
-    def finish(self, sequence: Running, *, keep_kv: bool) -> None:
+    def finish(self, sequence: LiveSequence, *, keep_kv: bool) -> None:
         """Take a running sequence out; park its KV or free it."""
         del self.running[sequence.request.request_id]
         if sequence in self.filling:
@@ -231,11 +127,9 @@ class Scheduler:
         """Let in-flight sequences of one slot go on under another from the next token."""
         for prefix in list(self.prefixes.values()):
             leaving = [s for s in prefix.waiters if s.request.is_in_flight and s.slot == old]
+            self._leave(prefix, leaving)
             for sequence in leaving:
-                prefix.waiters.remove(sequence)
                 self.add(sequence)
-            if leaving and not prefix.waiters and not prefix.is_ready:
-                self._drop_prefix(prefix)
         for sequence in self.sequences():
             if sequence.request.is_in_flight and sequence.slot == old:
                 sequence.slot = new
@@ -273,7 +167,7 @@ class Scheduler:
         for chunk in chunks:
             self._advance(chunk.slab.owner)  # type: ignore[arg-type]
 
-    def refill(self, sequence: Running) -> None:
+    def refill(self, sequence: LiveSequence) -> None:
         """Put a replaying sequence that reached tokens that were prefilled back to filling."""
         assert sequence.slab is not None
         self.pool.set_kind(sequence.slab, SlabKind.FILLING)
@@ -292,7 +186,7 @@ class Scheduler:
                 if youngest is slab.owner:
                     break
 
-    def preempt(self, sequence: Running) -> None:
+    def preempt(self, sequence: LiveSequence) -> None:
         """Free a running sequence's KV and let it wait again with what it has sampled."""
         self.finish(sequence, keep_kv=False)
         sequence.is_replaying, sequence.is_mixed = self.is_exact, False
@@ -302,12 +196,13 @@ class Scheduler:
 
     # -- admission ----------------------------------------------------------------------------
 
-    def _admit(self, sequence: Running) -> bool:
+    def _admit(self, sequence: LiveSequence) -> bool:
         """Give the first waiting sequence its slab, or let it wait for its prefix."""
-        if self._unpark(sequence):
-            return True
+        parked = self._take_parked(sequence)
+        if parked is not None:
+            return self._resume(sequence, parked)
         prefix = None
-        if self._may_share(sequence):
+        if sequence.request.prefix_id and sequence.prefix_len and not sequence.is_scored:
             prefix = self._prefix_of(sequence)
             if prefix is not None and not prefix.is_ready:
                 self.waiting.remove(sequence)
@@ -326,20 +221,20 @@ class Scheduler:
         self._start(sequence, slab)
         return True
 
-    def _start(self, sequence: Running, slab: Slab) -> None:
+    def _start(self, sequence: LiveSequence, slab: Slab) -> None:
         slab.owner, sequence.slab = sequence, slab
         self.waiting.remove(sequence)
         self.running[sequence.request.request_id] = sequence
         self.filling.append(sequence)
         self._advance(sequence)
 
-    def _advance(self, context: Running | Prefix) -> None:
+    def _advance(self, context: LiveSequence | Prefix) -> None:
         """Let a filling context that has nothing left to prefill go on."""
         assert context.slab is not None
         if context.next_prefill_end(self.budget_tokens) > context.num_cached:
             return
         self.filling.remove(context)
-        if isinstance(context, Running):
+        if isinstance(context, LiveSequence):
             context.begin_decode()
             self.pool.set_kind(context.slab, SlabKind.DECODING)
             return
@@ -348,45 +243,42 @@ class Scheduler:
         for sequence in waiters:
             self.add(sequence)
 
-    def _unpark(self, sequence: Running) -> bool:
-        """Go on from the KV of the sequence's last turn, if it is there and is of use."""
+    def _take_parked(self, sequence: LiveSequence) -> Parked | None:
+        """Return the KV of the sequence's last turn, if it is there and is of use to this one."""
         request = sequence.request
         parked = self.parked.get(request.sequence_id)
-        if parked is None or request.prompt_logprobs or request.topk_prompt_logprobs:
-            return False
+        if parked is None or sequence.is_scored:
+            return None
         length = len(parked.tokens)
-        is_same = parked.slot == sequence.slot and parked.is_mixed <= request.is_in_flight
         if (
-            not is_same
-            or sequence.tokens[:length] != parked.tokens
+            parked.slot != sequence.slot
+            or (parked.is_mixed and not request.is_in_flight)
             or length >= sequence.num_prompt
+            or sequence.tokens[:length] != parked.tokens
         ):
             self.release(request.sequence_id)
-            return False
-        if parked.slab is None:
-            # Its KV was dropped: the same computation gives the same bits.
-            del self.parked[request.sequence_id]
-            sequence.decoded, sequence.is_replaying = parked.decoded, True
-            sequence.prefix_len = parked.prefix_len
-            return False
-        # Grown here, not while it decodes, and never at the cost of itself.
+            return None
         del self.parked[request.sequence_id]
-        if not self._grow_idle(parked.slab, self._start_tokens(sequence)):
-            self.parked[request.sequence_id] = parked
-            return False
-        sequence.decoded, sequence.is_mixed = parked.decoded, parked.is_mixed
-        sequence.prefix_len = parked.prefix_len
-        sequence.num_reused = parked.slab.length
+        sequence.decoded, sequence.prefix_len = parked.decoded, parked.prefix_len
+        if parked.slab is None:
+            # The KV was dropped: the same computation will give the same bits.
+            sequence.is_replaying = True
+            return None
+        return parked
+
+    def _resume(self, sequence: LiveSequence, parked: Parked) -> bool:
+        """Go on from parked KV; it stays parked, and the sequence waits, while memory is short."""
+        assert parked.slab is not None
+        while not self.pool.grow(parked.slab, self._start_tokens(sequence)):
+            if not self._reclaim():
+                self.parked[sequence.request.sequence_id] = parked
+                return False
+        sequence.is_mixed, sequence.num_reused = parked.is_mixed, parked.slab.length
         self.pool.set_kind(parked.slab, SlabKind.FILLING)
         self._start(sequence, parked.slab)
         return True
 
-    def _may_share(self, sequence: Running) -> bool:
-        request = sequence.request
-        is_scored = request.prompt_logprobs or request.topk_prompt_logprobs > 0
-        return bool(request.prefix_id) and sequence.prefix_len > 0 and not is_scored
-
-    def _prefix_of(self, sequence: Running) -> Prefix | None:
+    def _prefix_of(self, sequence: LiveSequence) -> Prefix | None:
         """Return the sequence's shared prefix, begun if need be; None if memory forbids it."""
         tokens = sequence.tokens[: sequence.prefix_len]
         key = (sequence.slot, sequence.request.prefix_id, tuple(tokens))
@@ -400,7 +292,7 @@ class Scheduler:
         self.prefixes[key] = prefix
         return prefix
 
-    def _start_tokens(self, sequence: Running) -> int:
+    def _start_tokens(self, sequence: LiveSequence) -> int:
         return min(sequence.limit, len(sequence.tokens) + GROWTH_TOKENS)
 
     # -- memory -------------------------------------------------------------------------------
@@ -411,12 +303,6 @@ class Scheduler:
             slab = self.pool.allocate(owner, num_tokens)
             if slab is not None or not self._reclaim(keep):
                 return slab
-
-    def _grow_idle(self, slab: Slab, num_tokens: int) -> bool:
-        while not self.pool.grow(slab, num_tokens):
-            if not self._reclaim():
-                return False
-        return True
 
     def _reclaim(self, keep: Prefix | None = None) -> bool:
         """Free the idle slab that is missed least; False if there is none."""
@@ -432,6 +318,12 @@ class Scheduler:
                 self._drop_prefix(prefix)
                 return True
         return False
+
+    def _leave(self, prefix: Prefix, sequences: list[LiveSequence]) -> None:
+        """Let sequences wait no longer for a prefix; without any, it is not computed."""
+        prefix.waiters = [sequence for sequence in prefix.waiters if sequence not in sequences]
+        if not prefix.waiters and not prefix.is_ready:
+            self._drop_prefix(prefix)
 
     def _drop_prefix(self, prefix: Prefix) -> None:
         assert not prefix.waiters and prefix.slab is not None

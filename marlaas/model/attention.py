@@ -3,7 +3,7 @@
 Every pass is one packed row of tokens [1, N]; who may attend to whom is not a mask but an object,
 the pass's `AttentionContext`, handed through the model's forward as the keyword `context`. Two
 kinds exist: `PackedSequences` here (whole sequences, for training and scoring) and the cached
-context of `engine/kv_cache.py` (prefill and decode). Attention is always per sequence: no dense
+context of `engine/kv_attention.py` (prefill and decode). Attention is always per sequence: no dense
 mask ever spans two tenants' tokens, and NaN in one sequence cannot reach another.
 
 Shape suffixes: N packed tokens, H query heads, G key-value heads, E head width.

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from marlaas.engine.generator import BatchGenerator
-from marlaas.engine.kv_cache import Chunk, PrefillContext, SlabPool
+from marlaas.engine.kv_attention import PrefillContext
+from marlaas.engine.kv_cache import Chunk, SlabPool
 from marlaas.engine.sampler import uniforms
 from marlaas.engine.types import SequenceRequest, SequenceResult
 from marlaas.errors import CapacityExceeded, InvalidRequest, UnsupportedFeature

@@ -5,15 +5,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from marlaas.engine.kv_cache import (
-    Chunk,
-    DecodeContext,
-    PrefillContext,
-    Slab,
-    SlabKind,
-    SlabPool,
-    capacity_for,
-)
+from marlaas.engine.kv_attention import DecodeContext, PrefillContext
+from marlaas.engine.kv_cache import Chunk, Slab, SlabKind, SlabPool, capacity_for
 
 torch.set_num_threads(1)
 

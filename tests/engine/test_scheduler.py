@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from marlaas.engine.kv_cache import Chunk, SlabPool
-from marlaas.engine.scheduler import Running, Scheduler
+from marlaas.engine.scheduler import Scheduler
+from marlaas.engine.sequence import LiveSequence
 from marlaas.engine.types import SequenceRequest
 from marlaas.types import SamplingParams
 
@@ -25,7 +26,7 @@ def make(capacity_tokens: int = 4096, **options: object) -> Scheduler:
 
 def add(
     scheduler: Scheduler, name: str, length: int, *, arrival: int = 0, prefix_len: int = 0
-) -> Running:
+) -> LiveSequence:
     request = SequenceRequest(
         request_id=name,
         sequence_id=name,
@@ -35,7 +36,7 @@ def add(
         prefix_id="p" if prefix_len else "",
         prefix_len=prefix_len,
     )
-    sequence = Running(
+    sequence = LiveSequence(
         slot=None,
         tokens=request.tokens.tolist(),
         request=request,
@@ -185,3 +186,21 @@ def test_under_any_pressure_everyone_finishes(is_exact):
                     scheduler.refill(sequence)
         assert not scheduler.has_work
         scheduler.pool.check()
+
+
+def test_parked_kv_is_kept_while_its_own_next_turn_waits_for_memory():
+    scheduler = make(512)
+    first = add(scheduler, "s", 60)
+    prefill_all(scheduler)
+    decode(scheduler, 20)
+    scheduler.finish(first, keep_kv=True)
+    add(scheduler, "running", 150, arrival=1)
+    prefill_all(scheduler)
+    assert scheduler.pool.used_tokens == 128 + 256
+    second = add(scheduler, "s", 200, arrival=2)
+    second.tokens[:80] = first.tokens[:80]
+    prefill_all(scheduler)
+    assert names(scheduler) == ["running"] and scheduler.parked["s"].slab.length == 79
+    scheduler.remove("running")
+    prefill_all(scheduler)
+    assert names(scheduler) == ["s"] and second.num_reused == 79
