@@ -28,7 +28,7 @@ class RunSettings:
     num_workers: int | None = None
     placement: Placement = Placement.REPLICATED
     kv_capacity_tokens: int | None = None
-    max_batch: int = 64
+    max_batch: int | None = None
     """Sequences in one worker's decode batch."""
 
 
@@ -46,7 +46,7 @@ class EngineSettings:
     max_batch: int = 64
     max_context: int = 2048
     prefill_budget_tokens: int = 512
-    train_budget_tokens: int = 512
+    train_budget_tokens: int = 1024
     """Tokens of one fused training pass."""
     is_exact: bool = False
     """Every result is independent of neighbours, bit for bit (seeded jobs need it)."""
@@ -93,7 +93,7 @@ def resolve(
             base_folder=base_folder,
             num_threads=max(1, cores // num_workers),
             kv_capacity_tokens=capacity,
-            max_batch=run.max_batch,
+            max_batch=run.max_batch or _max_batch(kv_bytes_per_token),
             max_context=max_context,
             is_exact=is_exact,
         )
@@ -106,11 +106,19 @@ KV_MEMORY_SHARE = 0.25
 
 MAX_KV_TOKENS = 1 << 18
 
+SMALL_KV_BYTES = 8192
+"""A base whose KV takes at most this much a token is small: a decode step is then mostly overhead,
+which a batch of 128 halves against one of 64."""
+
 
 def _kv_capacity(kv_bytes_per_token: int, num_workers: int) -> int:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     tokens = int(memory_bytes * KV_MEMORY_SHARE / num_workers / kv_bytes_per_token)
     return max(1024, min(MAX_KV_TOKENS, tokens // 1024 * 1024))
+
+
+def _max_batch(kv_bytes_per_token: int) -> int:
+    return 128 if kv_bytes_per_token <= SMALL_KV_BYTES else 64
 
 
 def describe(settings: EngineSettings) -> dict[str, object]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from marlaas.errors import CapacityExceeded
-from marlaas.model.lora_decode import DecodePart, DecodeTables
+from marlaas.model.lora_decode import AdapterRow, DecodePart, DecodeTables
 from marlaas.runtime import derive_seed
 from marlaas.types import RANK_BUCKETS, TARGET_GROUPS
 
@@ -152,7 +152,6 @@ class Bucket:
         self.kinds: list[frozenset[str]] = []
         self.free_rows: list[int] = []
         self._row_set: RowSet | None = None
-        self._tables = DecodeTables(layout)
 
     def grow(self, num_rows: int) -> None:
         """Make room for `num_rows` rows in all; contents stay."""
@@ -172,11 +171,6 @@ class Bucket:
             self.rows_SP[row].copy_(values_P)
         if self._row_set is not None and row in self._row_set.rows:
             self._row_set = None
-        self._tables.drop(row)
-
-    def tables(self, rows: Sequence[int]) -> tuple[DecodeTables, list[int]]:
-        """Return the tables for decode steps, and the places of `rows` in them."""
-        return self._tables, self._tables.place(rows, self.rows_SP, self.scales)
 
     def stack(self, rows: tuple[int, ...]) -> RowSet:
         """Return the weights of `rows` stacked. The last set is kept: decode asks for it again."""
@@ -223,6 +217,10 @@ class AdapterBank:
             rank: Bucket(RowLayout.build(modules, rank), dtype, torch.device(device))
             for rank in RANK_BUCKETS
         }
+        self.tables = None
+        """Copies of the adapters that decode, where decode steps are served from tables."""
+        if torch.device(device).type == "cpu" and dtype == torch.float32:
+            self.tables = DecodeTables(self.modules)
 
     def bucket(self, rank: int) -> Bucket:
         """Return the bucket that an adapter of `rank` lives in."""
@@ -247,14 +245,19 @@ class AdapterBank:
         """Give a row back; it is zeroed, so that nothing of it can reach its next holder."""
         bucket = self._buckets[slot.rank]
         assert slot.row not in bucket.free_rows, "slot freed twice"
-        bucket.write(slot.row, None)
+        self._write(slot, None)
         bucket.kinds[slot.row] = frozenset()
         bucket.free_rows.append(slot.row)
         self.num_used -= 1
 
     def write(self, slot: Slot, values_P: Tensor) -> None:
         """Set the weights of one adapter."""
+        self._write(slot, values_P)
+
+    def _write(self, slot: Slot, values_P: Tensor | None) -> None:
         self._buckets[slot.rank].write(slot.row, values_P)
+        if self.tables is not None:
+            self.tables.drop(slot)
 
     def read(self, slot: Slot) -> Tensor:
         """Return the weights of one adapter [P], a view that must not be written."""
@@ -528,26 +531,31 @@ class GatheredPart:
 Part = SpanPart | EvenPart | GatheredPart | DecodePart
 
 
-def _make_decode_part(tokens: PartTokens, *, num_tokens: int) -> DecodePart:
-    tables, places = tokens.bucket.tables(tokens.rows)
-    token_places = sorted(
-        (token, place)
-        for place, positions in zip(places, tokens.positions, strict=True)
-        for token in positions
+def _make_decode_part(
+    bank: AdapterBank, positions: dict[Slot, list[int]], num_tokens: int
+) -> DecodePart:
+    assert bank.tables is not None
+    places = bank.tables.place(
+        {
+            slot: AdapterRow(bank.bucket(slot.rank).layout, bank.read(slot), bank.scale(slot))
+            for slot in positions
+        }
     )
-    return DecodePart(tables, tokens.kinds, token_places, num_tokens)
+    token_places: list[list[int]] = [[] for _ in range(num_tokens)]
+    for slot, tokens in positions.items():
+        for token in tokens:
+            token_places[token] = places[slot]
+    kinds = frozenset().union(*(bank.kinds(slot) for slot in positions))
+    return DecodePart(bank.tables, kinds, token_places)
 
 
-def _make_part(tokens: PartTokens, *, num_tokens: int, is_exact: bool, is_decode: bool) -> Part:
+def _make_part(tokens: PartTokens, *, num_tokens: int, is_exact: bool) -> Part:
     """Choose how the products of one bucket's adapters are done.
 
-    In an exact batch the choice does not depend on the company: from tables when decoding, by spans
-    where weight gradients are wanted, else gathered.
+    In an exact batch the choice does not depend on the company: by spans where weight gradients are
+    wanted, else gathered.
     """
     spans = tokens.spans()
-    is_simple = not is_exact and spans is not None and len(spans) == 1
-    if is_decode and not is_simple and DecodeTables.fits(tokens.bucket.rows_SP):
-        return _make_decode_part(tokens, num_tokens=num_tokens)
     if is_exact:
         if tokens.grad_rows is None:
             return GatheredPart(tokens, num_tokens=num_tokens, is_exact=True)
@@ -589,7 +597,8 @@ class LoraBatch:
                 for every segment of an adapter.
             is_exact: neighbours change no bit of a result. The pass itself must have at least
                 `EXACT_MIN_ROWS` tokens.
-            is_decode: the batch serves many decode steps and no gradient.
+            is_decode: the batch serves many decode steps and no gradient. Tables then serve all
+                adapters, where there are tables and more than one adapter, or always if exact.
         """
         positions: dict[Slot, list[int]] = {}
         grads: dict[Slot, Tensor] = {}
@@ -601,7 +610,10 @@ class LoraBatch:
                 if grad_row is not None:
                     grads[slot] = grad_row
             end += length
-        parts = []
+        parts: list[Part] = []
+        if is_decode and bank.tables is not None and (is_exact or len(positions) > 1):
+            parts.append(_make_decode_part(bank, positions, end))
+            positions = {}
         for rank in sorted({slot.rank for slot in positions}):
             slots = sorted(slot for slot in positions if slot.rank == rank)
             tokens = PartTokens(
@@ -611,8 +623,7 @@ class LoraBatch:
                 grad_rows=tuple(grads[slot] for slot in slots) if grads else None,
                 kinds=frozenset().union(*(bank.kinds(slot) for slot in slots)),
             )
-            part = _make_part(tokens, num_tokens=end, is_exact=is_exact, is_decode=is_decode)
-            parts.append(part)
+            parts.append(_make_part(tokens, num_tokens=end, is_exact=is_exact))
         return cls(tuple(parts), end, frozenset().union(*(part.kinds for part in parts)))
 
 

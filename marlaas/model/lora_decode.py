@@ -6,140 +6,160 @@ Both are weighted sums of rows of a table, which is what `torch.embedding_bag` c
 over all tokens, in any order, where batched products would call a tiny product per adapter and
 gather, pad and scatter around it. Each token's sums are its own: company changes no bit of them.
 
-The tables hold copies of the adapters in use, linear by linear, A and B transposed and B scaled. An
-adapter is copied when it first decodes; sets that come and go copy nothing. Called by `lora.py`.
+Ranks mix in one table: an adapter of rank 32 is four slices of rank 8, each with a place in the
+tables. The tables hold copies of the adapters in use, linear by linear, A and B transposed and B
+scaled. An adapter is copied when it first decodes; sets that come and go copy nothing.
 
-Shape suffixes: N tokens of the pass, n tokens of one part, D input width, O output width, R bucket
-rank, S places in the tables.
+Called by `lora.py`. Shape suffixes: N tokens of the pass, n those with an adapter, b their slices,
+D input width, O output width, R rank, S places in the tables.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from marlaas.model.lora import ModuleShape, RowLayout
+    from marlaas.model.lora import ModuleShape, RowLayout, Slot
+
+SLICE_RANK = 8
+"""Rank of one place in the tables; divides the rank of every bucket."""
 
 _SUM = 0
 """The mode of `torch.embedding_bag`."""
 
 
-class DecodeTables:
-    """Copies of a bucket's adapters as tables. `place` before a batch, `drop` when one changes.
+class AdapterRow(NamedTuple):
+    """One adapter as the bank keeps it."""
 
-    A place is kept until another adapter needs it.
+    layout: "RowLayout"
+    row_P: Tensor
+    scale: float
+
+
+class DecodeTables:
+    """Copies of adapters as tables: `place` before a batch is built, `drop` when one changes.
+
+    An adapter keeps its places until another one needs them.
     """
 
-    def __init__(self, layout: "RowLayout") -> None:
-        self.layout = layout
+    def __init__(self, modules: Sequence["ModuleShape"]) -> None:
         self.num_places = 0
         self.weights: dict[str, tuple[Tensor, Tensor]] = {}
-        """Module name to A^T [S * D, R] and s B^T [S * R, O]."""
-        self._places: dict[int, int] = {}
-        """Bank row to place, least recently used first."""
+        """Module name to A^T [S * D, 8] and s B^T [S * 8, O]."""
+        self._modules = modules
+        self._places: dict[Slot, list[int]] = {}
+        """Least recently used first."""
         self._free: list[int] = []
 
-    @staticmethod
-    def fits(rows_SP: Tensor) -> bool:
-        """Return whether adapters of this device and type can be served from tables."""
-        return rows_SP.device.type == "cpu" and rows_SP.dtype == torch.float32
-
-    def place(self, rows: Sequence[int], rows_SP: Tensor, scales: Sequence[float]) -> list[int]:
-        """Return where in the tables the adapters of these bank rows are, copied if need be."""
-        wanted = set(rows)
-        new = [row for row in rows if row not in self._places]
-        idle = [row for row in self._places if row not in wanted]
-        while len(self._free) < len(new) and idle:
+    def place(self, adapters: "Mapping[Slot, AdapterRow]") -> "dict[Slot, list[int]]":
+        """Return where in the tables the slices of these adapters are, copied there if need be."""
+        new = [slot for slot in adapters if slot not in self._places]
+        idle = [slot for slot in self._places if slot not in adapters]
+        num_needed = sum(slot.rank for slot in new) // SLICE_RANK
+        while len(self._free) < num_needed and idle:
             self.drop(idle.pop(0))
-        if len(self._free) < len(new):
-            self._grow(max(4, 2 * self.num_places, len(wanted)), rows_SP)
-        for row in new:
-            self._places[row] = self._free.pop()
-            self._copy(self._places[row], rows_SP[row], scales[row])
-        for row in rows:
-            self._places[row] = self._places.pop(row)
-        return [self._places[row] for row in rows]
+        if len(self._free) < num_needed:
+            num_places = self.num_places + num_needed - len(self._free)
+            self._grow(max(num_places, 2 * self.num_places), adapters[new[0]].row_P)
+        for slot in new:
+            self._places[slot] = [self._free.pop() for _ in range(slot.rank // SLICE_RANK)]
+            self._copy(self._places[slot], adapters[slot])
+        for slot in adapters:
+            self._places[slot] = self._places.pop(slot)
+        return {slot: self._places[slot] for slot in adapters}
 
-    def drop(self, row: int) -> None:
-        """Forget the copy of a bank row, if there is one."""
-        place = self._places.pop(row, None)
-        if place is not None:
-            self._free.append(place)
+    def drop(self, slot: "Slot") -> None:
+        """Forget the copy of an adapter, if there is one."""
+        self._free += self._places.pop(slot, [])
 
     def _grow(self, num_places: int, like: Tensor) -> None:
-        for module in self.layout.modules:
-            old = self.weights.get(module.name)
-            rank, width_in, width_out = self.layout.rank, module.in_features, module.out_features
-            a_table = like.new_zeros(num_places * width_in, rank)
-            b_table = like.new_zeros(num_places * rank, width_out)
-            if old is not None:
-                a_table[: len(old[0])], b_table[: len(old[1])] = old
+        for module in self._modules:
+            a_table = like.new_zeros(num_places * module.in_features, SLICE_RANK)
+            b_table = like.new_zeros(num_places * SLICE_RANK, module.out_features)
+            if module.name in self.weights:
+                old_a, old_b = self.weights[module.name]
+                a_table[: len(old_a)], b_table[: len(old_b)] = old_a, old_b
             self.weights[module.name] = (a_table, b_table)
         self._free += range(num_places - 1, self.num_places - 1, -1)
         self.num_places = num_places
 
-    def _copy(self, place: int, row_P: Tensor, scale: float) -> None:
-        for module in self.layout.modules:
-            a_RD, b_OR = self.layout.row_views(row_P, module)
+    def _copy(self, places: list[int], adapter: AdapterRow) -> None:
+        for module in self._modules:
             a_table, b_table = self.weights[module.name]
-            a_table.view(self.num_places, -1, self.layout.rank)[place] = a_RD.t()
-            torch.mul(
-                b_OR.t(), scale, out=b_table.view(self.num_places, self.layout.rank, -1)[place]
-            )
+            a_SDR = a_table.view(self.num_places, module.in_features, SLICE_RANK)
+            b_SRO = b_table.view(self.num_places, SLICE_RANK, module.out_features)
+            a_RD, b_OR = adapter.layout.row_views(adapter.row_P, module)
+            for idx, place in enumerate(places):
+                ranks = slice(idx * SLICE_RANK, (idx + 1) * SLICE_RANK)
+                a_SDR[place] = a_RD[ranks].t()
+                torch.mul(b_OR[:, ranks].t(), adapter.scale, out=b_SRO[place])
 
 
 class DecodePart:
-    """The tokens of one pass whose adapters are served from the tables of one bucket."""
+    """All tokens of one pass that have an adapter, served from the tables."""
 
     def __init__(
         self,
         tables: DecodeTables,
         kinds: frozenset[str],
-        token_places: Sequence[tuple[int, int]],
-        num_tokens: int,
+        token_places: Sequence[Sequence[int]],
     ) -> None:
-        """Args:
-        token_places: (token of the pass, place of its adapter), tokens in order.
+        """Lay out a pass.
+
+        Args:
+            kinds: linears that at least one of the adapters targets.
+            token_places: for each token of the pass, the places of its adapter's slices, if any.
         """
         self.kinds = kinds
         self._weights = tables.weights
-        tokens = [token for token, _ in token_places]
-        self._place_n = torch.tensor([place for _, place in token_places], dtype=torch.int32)
-        self._token_n = None if len(tokens) == num_tokens else torch.tensor(tokens)
-        """None when every token of the pass belongs to this part."""
-        rank = tables.layout.rank
-        is_own_N = torch.zeros(num_tokens, dtype=torch.int32)
-        is_own_N[tokens] = 1
-        self._index_b = (self._place_n[:, None] * rank + _arange(rank)).flatten()
-        # Tokens of other parts have empty bags, whose sum is zero.
-        self._start_b_N = (is_own_N.cumsum(0, dtype=torch.int32) - is_own_N) * rank
-        self._bags_a: dict[int, tuple[Tensor, Tensor]] = {}
-        """Input width to table rows and bag starts of the A products."""
+        num_slices = [len(places) for places in token_places]
+        self._place_b = _int32([place for places in token_places for place in places])
+        token_b = [token for token, num in enumerate(num_slices) for _ in range(num)]
+        is_everything = all(num == 1 for num in num_slices)
+        self._token_b = None if is_everything else torch.tensor(token_b)
+        """Token of each slice; None when every token has one."""
+        # Tokens without an adapter have empty bags, whose sum is zero.
+        self._bags_b = Bags.of_slices(self._place_b, SLICE_RANK, num_slices)
+        self._bags_a: dict[int, Bags] = {}
+        """By input width."""
 
     def forward_(self, y_NO: Tensor, x_ND: Tensor, module: "ModuleShape") -> Tensor:
         a_table, b_table = self._weights[module.name]
-        index_a, start_a_n = self._bag_a(module.in_features)
-        x_nD = x_ND if self._token_n is None else x_ND.index_select(0, self._token_n)
-        inner_nR = _weighted_sums(a_table, index_a, start_a_n, x_nD)
-        y_NO += _weighted_sums(b_table, self._index_b, self._start_b_N, inner_nR)
-        return inner_nR
+        bags_a = self._bags_a.get(module.in_features)
+        if bags_a is None:
+            bags_a = Bags.of_slices(self._place_b, module.in_features, [1] * len(self._place_b))
+            self._bags_a[module.in_features] = bags_a
+        x_bD = x_ND if self._token_b is None else x_ND.index_select(0, self._token_b)
+        inner_bR = bags_a.weighted_sums(a_table, x_bD)
+        y_NO += self._bags_b.weighted_sums(b_table, inner_bR)
+        return inner_bR
 
     def backward_(self, *_: object) -> None:
         raise AssertionError("decode steps have no gradient")
 
-    def _bag_a(self, width: int) -> tuple[Tensor, Tensor]:
-        if width not in self._bags_a:
-            index_a = (self._place_n[:, None] * width + _arange(width)).flatten()
-            self._bags_a[width] = (index_a, _arange(len(self._place_n)) * width)
-        return self._bags_a[width]
+
+class Bags(NamedTuple):
+    """Which rows of a table each sum is over."""
+
+    row: Tensor
+    start: Tensor
+    """Where in `row` each bag begins."""
+
+    @classmethod
+    def of_slices(cls, place_b: Tensor, num_rows: int, num_slices: Sequence[int]) -> "Bags":
+        """Return bags over all `num_rows` table rows of each slice, `num_slices` to a bag."""
+        row = (place_b[:, None] * num_rows + _int32(range(num_rows))).flatten()
+        num = _int32(num_slices)
+        return cls(row, (num.cumsum(0, dtype=torch.int32) - num) * num_rows)
+
+    def weighted_sums(self, table: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum of each bag's table rows times their weights."""
+        return torch.embedding_bag(
+            table, self.row, self.start, False, _SUM, False, weights.reshape(-1)
+        )[0]
 
 
-def _arange(end: int) -> Tensor:
-    return torch.arange(end, dtype=torch.int32)
-
-
-def _weighted_sums(table: Tensor, index: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum of each bag's table rows times their weights."""
-    return torch.embedding_bag(table, index, starts, False, _SUM, False, weights.reshape(-1))[0]
+def _int32(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)

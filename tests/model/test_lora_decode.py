@@ -7,7 +7,7 @@ import torch
 from marlaas.model.attention import PackedSequences
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import LoraBatch, Segment, Slot
-from marlaas.model.lora_decode import DecodePart, DecodeTables
+from marlaas.model.lora_decode import DecodePart
 from tests.models import ALL_KINDS, random_adapter, random_adapters, random_llama
 
 torch.set_num_threads(1)
@@ -21,10 +21,6 @@ def logits(base: BaseModel, slots: list[Slot | None], **options: bool) -> torch.
     with torch.inference_mode(), base.bank.active(batch):
         context = PackedSequences([1] * num_tokens)
         return base.head(base.hidden(ids, torch.zeros_like(ids), context, batch))
-
-
-def tables_of(base: BaseModel, rank: int) -> DecodeTables:
-    return base.bank.bucket(rank).tables([])[0]
 
 
 def test_tables_give_what_batched_products_give_for_any_mix():
@@ -97,12 +93,18 @@ def test_tables_keep_the_adapters_in_use_and_no_more_than_were_used_at_once():
         torch.testing.assert_close(
             logits(base, mix, is_decode=True), logits(base, mix), atol=2e-5, rtol=1e-4
         )
-    tables = tables_of(base, 8)
-    assert tables.num_places == 4
-    places = tables.place([0, 1, 2], base.bank.bucket(8).rows_SP, base.bank.bucket(8).scales)
-    assert len(set(places)) == 3
+    assert base.bank.tables is not None
+    assert base.bank.tables.num_places == 3
     logits(base, slots, is_decode=True)
-    assert tables.num_places == 12
+    assert base.bank.tables.num_places == 12
+    wide = random_adapter(base, 64)
+    torch.testing.assert_close(
+        logits(base, [wide, *slots], is_decode=True),
+        logits(base, [wide, *slots]),
+        atol=2e-5,
+        rtol=1e-4,
+    )
+    assert base.bank.tables.num_places == 24
 
 
 def test_a_decode_step_has_no_gradient():
