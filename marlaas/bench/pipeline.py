@@ -34,6 +34,9 @@ NUM_JOBS = (1, 2, 4, 8, 16, 32)
 LOCKSTEP_WORKERS = (1, 2)
 """Lockstep has one job to run: one worker with all cores as threads, or one worker a core."""
 
+TRIAL_STEPS = 4
+"""Steps on which the faster form of lockstep is chosen."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -132,12 +135,12 @@ async def _calibrate(args: argparse.Namespace) -> dict[str, float]:
 async def _lockstep(workload: Workload, base: str) -> dict[str, float]:
     """Return the seconds that one job of each family takes in lockstep, in its faster form.
 
-    Which form is faster is decided on the first family.
+    Which form is faster is decided on a few steps of the first family.
     """
 
-    async def seconds(number: int, num_workers: int) -> float:
+    async def seconds(number: int, num_workers: int, steps: int = workload.steps) -> float:
         summary, _ = await run_mix(
-            [workload.job(number)],
+            [workload.job(number, steps=steps)],
             label=f"lockstep {workload.families[number]}, {num_workers} worker(s)",
             base=base,
             run=RunSettings(num_workers=num_workers),
@@ -145,11 +148,11 @@ async def _lockstep(workload: Workload, base: str) -> dict[str, float]:
         )
         return summary.makespan_s
 
-    forms = {num_workers: await seconds(0, num_workers) for num_workers in LOCKSTEP_WORKERS}
+    trial = min(TRIAL_STEPS, workload.steps)
+    forms = {number: await seconds(0, number, trial) for number in LOCKSTEP_WORKERS}
     fastest = min(forms, key=lambda num_workers: forms[num_workers])
     return {
-        family: forms[fastest] if number == 0 else await seconds(number, fastest)
-        for number, family in enumerate(workload.families)
+        family: await seconds(number, fastest) for number, family in enumerate(workload.families)
     }
 
 
