@@ -69,7 +69,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("vocab_size", [19, 128, 300])
+@pytest.mark.parametrize("vocab_size", [19, 300, 2200])
 def test_draws_follow_the_processed_distribution(vocab_size):
     torch.manual_seed(vocab_size)
     num_draws = 4000
@@ -96,9 +96,10 @@ def _fields(p: SamplingParams) -> dict[str, object]:
     return {name: getattr(p, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
-def test_a_draw_is_where_the_cumulative_mass_passes_the_uniform_number():
+@pytest.mark.parametrize("vocab_size", [777, 2048, 2049, 8192])
+def test_a_draw_is_where_the_cumulative_mass_passes_the_uniform_number(vocab_size):
     torch.manual_seed(0)
-    logits_NV = 3 * torch.randn(200, 777)
+    logits_NV = 3 * torch.randn(200, vocab_size)
     rows = [params(seed=seed) for seed in range(200)]
     position_N = np.arange(200)
     samples = draw(logits_NV, rows, position_N)
@@ -119,17 +120,19 @@ def test_temperature_zero_takes_the_most_likely_token_with_its_logprob_at_temper
     torch.testing.assert_close(samples.logprob_N[:3], expected_N, atol=1e-6, rtol=0)
 
 
-def test_a_token_without_mass_is_never_drawn():
-    logits_V = torch.full((700,), -200.0)
+@pytest.mark.parametrize("vocab_size", [700, 2500])
+def test_a_token_without_mass_is_never_drawn(vocab_size):
+    logits_V = torch.full((vocab_size,), -200.0)
     logits_V[[3, 250, 699]] = torch.tensor([0.0, 0.0, -1.0])
     rows = [params(seed=seed) for seed in range(3000)]
     samples = draw(logits_V.expand(3000, -1), rows)
     assert set(samples.token_N.tolist()) == {3, 250, 699}
 
 
-def test_a_row_with_nan_or_infinity_is_reported_and_changes_no_other():
+@pytest.mark.parametrize("vocab_size", [1500, 2500])
+def test_a_row_with_nan_or_infinity_is_reported_and_changes_no_other(vocab_size):
     torch.manual_seed(1)
-    logits_NV = torch.randn(12, 1500)
+    logits_NV = torch.randn(12, vocab_size)
     rows = [params(**{**_fields(case), "seed": idx}) for idx, case in enumerate(CASES * 2)]
     rows[11] = params(temperature=0.0)
     clean = draw(logits_NV, rows)
@@ -147,12 +150,13 @@ def test_a_row_with_nan_or_infinity_is_reported_and_changes_no_other():
     assert not dirty.is_finite_N[bad].any() and dirty.is_finite_N[good].all()
     assert torch.equal(dirty.token_N[good], clean.token_N[good])
     assert torch.equal(dirty.logprob_N[good], clean.logprob_N[good])
-    assert ((dirty.token_N >= 0) & (dirty.token_N < 1500)).all()
+    assert ((dirty.token_N >= 0) & (dirty.token_N < vocab_size)).all()
 
 
-def test_a_row_is_drawn_alone_as_in_company():
+@pytest.mark.parametrize("vocab_size", [1000, 3000])
+def test_a_row_is_drawn_alone_as_in_company(vocab_size):
     torch.manual_seed(2)
-    logits_NV = 2 * torch.randn(len(CASES), 2000)
+    logits_NV = 2 * torch.randn(len(CASES), vocab_size)
     rows = [params(**{**_fields(case), "seed": idx}) for idx, case in enumerate(CASES)]
     together = draw(logits_NV, rows)
     for row in range(len(rows)):
