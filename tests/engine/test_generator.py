@@ -741,3 +741,87 @@ def test_the_batch_never_grows_past_its_limit():
         results.update({result.request_id: result for result in generator.step()[0]})
         most = max(most, generator.num_decoding)
     assert most == 3 and len(results) == 8
+
+
+def free_unused(generator: BatchGenerator, retired: list[Slot]) -> None:
+    """Free the retired slots that no sequence uses any more, as a worker does."""
+    used = {sequence.slot for sequence in generator.scheduler.sequences()}
+    for slot in [slot for slot in retired if slot not in used]:
+        retired.remove(slot)
+        generator.forget_slot(slot)
+        generator.base.bank.free(slot)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_request_ends_once_and_no_memory_is_lost_whatever_is_called(seed):
+    """Versions come and go as a worker makes them; requests of several turns, cancelled at will."""
+    base = random_llama(num_hidden_layers=1)
+    rng = np.random.default_rng(seed)
+    is_exact = bool(seed % 2)
+    generator = make(base, kv_capacity_tokens=1024, max_batch=6, is_exact=is_exact)
+    live = random_adapters(base, [8, 16, 8])
+    retired: list[Slot] = []
+    open_requests: dict[str, SequenceRequest] = {}
+    ended: list[str] = []
+    histories = {f"s{idx}": prompt(int(rng.integers(1, 60)), idx) for idx in range(8)}
+    num_requests = 0
+
+    def close(result: SequenceResult) -> None:
+        request = open_requests.pop(result.request_id)
+        ended.append(result.request_id)
+        assert len(result.logprobs) == len(result.tokens)
+        assert [start for start, _ in result.slots] == sorted({s for s, _ in result.slots})
+        assert result.slots[0] == (0, request.slot) or request.is_in_flight
+        assert len(result.slots) == 1 or request.is_in_flight
+        tokens = np.concatenate([request.tokens, result.tokens, prompt(int(rng.integers(9)), 1)])
+        histories[result.sequence_id] = tokens if len(tokens) < 200 else tokens[:20]
+
+    for _ in range(400):
+        busy = {request.sequence_id for request in open_requests.values()}
+        idle = [name for name in histories if name not in busy]
+        match rng.integers(10):
+            case 0 | 1 | 2 if idle:
+                name = idle[rng.integers(len(idle))]
+                num_requests += 1
+                request = ask(
+                    f"q{num_requests}",
+                    histories[name],
+                    live[rng.integers(len(live))],
+                    sequence_id=name,
+                    max_tokens=int(rng.integers(0, 80)),
+                    seed=num_requests,
+                    keep_kv=bool(rng.integers(2)),
+                    prefix_id=("", "p")[rng.integers(2)],
+                    prefix_len=int(rng.integers(1, 40)),
+                    is_in_flight=bool(rng.integers(2)),
+                    prompt_logprobs=bool(rng.integers(4) == 0),
+                )
+                open_requests[request.request_id] = request
+                generator.submit(request)
+            case 3 if open_requests:
+                name = list(open_requests)[rng.integers(len(open_requests))]
+                result = generator.cancel(name)
+                assert result is not None and result.stop_reason is StopReason.CANCELLED
+                close(result)
+            case 4 if idle:
+                generator.release(idle[rng.integers(len(idle))])
+            case 5:
+                old = live.pop(0)
+                live.append(random_adapter(base, old.rank, seed=int(rng.integers(1000))))
+                generator.switch_slot(old, live[-1])
+                retired.append(old)
+            case _:
+                for result in generator.step()[0]:
+                    close(result)
+        free_unused(generator, retired)
+        generator.pool.check()
+    while generator.has_work:
+        for result in generator.step()[0]:
+            close(result)
+    assert not open_requests
+    assert sorted(ended) == sorted(f"q{idx + 1}" for idx in range(num_requests))
+    for name in histories:
+        generator.release(name)
+    for slot in [*live, *retired]:
+        generator.forget_slot(slot)
+    assert generator.kv_tokens == generator.num_parked == generator.num_waiting == 0
