@@ -535,18 +535,13 @@ def _make_decode_part(
     bank: AdapterBank, positions: dict[Slot, list[int]], num_tokens: int
 ) -> DecodePart:
     assert bank.tables is not None
-    places = bank.tables.place(
-        {
-            slot: AdapterRow(bank.bucket(slot.rank).layout, bank.read(slot), bank.scale(slot))
-            for slot in positions
-        }
-    )
-    token_places: list[list[int]] = [[] for _ in range(num_tokens)]
-    for slot, tokens in positions.items():
-        for token in tokens:
-            token_places[token] = places[slot]
-    kinds = frozenset().union(*(bank.kinds(slot) for slot in positions))
-    return DecodePart(bank.tables, kinds, token_places)
+    adapters = {
+        slot: AdapterRow(
+            bank.bucket(slot.rank).layout, bank.read(slot), bank.scale(slot), bank.kinds(slot)
+        )
+        for slot in positions
+    }
+    return DecodePart(bank.tables, adapters, positions, num_tokens)
 
 
 def _make_part(tokens: PartTokens, *, num_tokens: int, is_exact: bool) -> Part:

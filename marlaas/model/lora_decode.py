@@ -36,12 +36,15 @@ class AdapterRow(NamedTuple):
     layout: "RowLayout"
     row_P: Tensor
     scale: float
+    kinds: frozenset[str]
+    """Linears that it targets."""
 
 
 class DecodeTables:
     """Copies of adapters as tables: `place` before a batch is built, `drop` when one changes.
 
-    An adapter keeps its places until another one needs them.
+    An adapter keeps its places until another one needs them. There are tables for the linears that
+    some adapter targeted; what lies there at the places of one that does not is never read.
     """
 
     def __init__(self, modules: Sequence["ModuleShape"]) -> None:
@@ -62,7 +65,7 @@ class DecodeTables:
             self.drop(idle.pop(0))
         if len(self._free) < num_needed:
             num_places = self.num_places + num_needed - len(self._free)
-            self._grow(max(num_places, 2 * self.num_places), adapters[new[0]].row_P)
+            self._grow(max(num_places, 2 * self.num_places))
         for slot in new:
             self._places[slot] = [self._free.pop() for _ in range(slot.rank // SLICE_RANK)]
             self._copy(self._places[slot], adapters[slot])
@@ -74,22 +77,30 @@ class DecodeTables:
         """Forget the copy of an adapter, if there is one."""
         self._free += self._places.pop(slot, [])
 
-    def _grow(self, num_places: int, like: Tensor) -> None:
-        for module in self._modules:
-            a_table = like.new_zeros(num_places * module.in_features, SLICE_RANK)
-            b_table = like.new_zeros(num_places * SLICE_RANK, module.out_features)
-            if module.name in self.weights:
-                old_a, old_b = self.weights[module.name]
-                a_table[: len(old_a)], b_table[: len(old_b)] = old_a, old_b
-            self.weights[module.name] = (a_table, b_table)
+    def _grow(self, num_places: int) -> None:
+        for name, tables in self.weights.items():
+            old_a, old_b = tables
+            factor = num_places / self.num_places
+            new_a = old_a.new_zeros(round(len(old_a) * factor), old_a.shape[1])
+            new_b = old_b.new_zeros(round(len(old_b) * factor), old_b.shape[1])
+            new_a[: len(old_a)], new_b[: len(old_b)] = old_a, old_b
+            self.weights[name] = (new_a, new_b)
         self._free += range(num_places - 1, self.num_places - 1, -1)
         self.num_places = num_places
 
     def _copy(self, places: list[int], adapter: AdapterRow) -> None:
         for module in self._modules:
+            if module.kind not in adapter.kinds:
+                continue
+            width_in, width_out = module.in_features, module.out_features
+            if module.name not in self.weights:
+                self.weights[module.name] = (
+                    torch.zeros(self.num_places * width_in, SLICE_RANK),
+                    torch.zeros(self.num_places * SLICE_RANK, width_out),
+                )
             a_table, b_table = self.weights[module.name]
-            a_SDR = a_table.view(self.num_places, module.in_features, SLICE_RANK)
-            b_SRO = b_table.view(self.num_places, SLICE_RANK, module.out_features)
+            a_SDR = a_table.view(self.num_places, width_in, SLICE_RANK)
+            b_SRO = b_table.view(self.num_places, SLICE_RANK, width_out)
             a_RD, b_OR = adapter.layout.row_views(adapter.row_P, module)
             for idx, place in enumerate(places):
                 ranks = slice(idx * SLICE_RANK, (idx + 1) * SLICE_RANK)
@@ -103,41 +114,71 @@ class DecodePart:
     def __init__(
         self,
         tables: DecodeTables,
-        kinds: frozenset[str],
-        token_places: Sequence[Sequence[int]],
+        adapters: "Mapping[Slot, AdapterRow]",
+        positions: "Mapping[Slot, Sequence[int]]",
+        num_tokens: int,
     ) -> None:
         """Lay out a pass.
 
         Args:
-            kinds: linears that at least one of the adapters targets.
-            token_places: for each token of the pass, the places of its adapter's slices, if any.
+            positions: the tokens of each adapter in the pass.
         """
-        self.kinds = kinds
+        self.kinds = frozenset().union(*(adapter.kinds for adapter in adapters.values()))
+        self._adapters, self._positions, self._num_tokens = adapters, positions, num_tokens
+        self._places = tables.place(adapters)
         self._weights = tables.weights
-        num_slices = [len(places) for places in token_places]
-        self._place_b = _int32([place for places in token_places for place in places])
-        token_b = [token for token, num in enumerate(num_slices) for _ in range(num)]
-        is_everything = all(num == 1 for num in num_slices)
-        self._token_b = None if is_everything else torch.tensor(token_b)
-        """Token of each slice; None when every token has one."""
-        # Tokens without an adapter have empty bags, whose sum is zero.
-        self._bags_b = Bags.of_slices(self._place_b, SLICE_RANK, num_slices)
-        self._bags_a: dict[int, Bags] = {}
-        """By input width."""
+        self._layouts: dict[str, TokenLayout] = {}
+        """By kind of linear: the tokens whose adapters target it."""
 
     def forward_(self, y_NO: Tensor, x_ND: Tensor, module: "ModuleShape") -> Tensor:
+        kind = module.kind
+        layout = self._layouts.get(kind)
+        if layout is None:
+            layout = self._layouts[kind] = self._layout(kind)
         a_table, b_table = self._weights[module.name]
-        bags_a = self._bags_a.get(module.in_features)
-        if bags_a is None:
-            bags_a = Bags.of_slices(self._place_b, module.in_features, [1] * len(self._place_b))
-            self._bags_a[module.in_features] = bags_a
-        x_bD = x_ND if self._token_b is None else x_ND.index_select(0, self._token_b)
-        inner_bR = bags_a.weighted_sums(a_table, x_bD)
-        y_NO += self._bags_b.weighted_sums(b_table, inner_bR)
+        x_bD = x_ND if layout.token_b is None else x_ND.index_select(0, layout.token_b)
+        inner_bR = layout.bags_a(module.in_features).weighted_sums(a_table, x_bD)
+        y_NO += layout.bags_b.weighted_sums(b_table, inner_bR)
         return inner_bR
 
     def backward_(self, *_: object) -> None:
         raise AssertionError("decode steps have no gradient")
+
+    def _layout(self, kind: str) -> "TokenLayout":
+        slots = tuple(slot for slot, adapter in self._adapters.items() if kind in adapter.kinds)
+        for known in self._layouts.values():
+            if known.slots == slots:
+                return known
+        token_places: list[list[int]] = [[] for _ in range(self._num_tokens)]
+        for slot in slots:
+            for token in self._positions[slot]:
+                token_places[token] = self._places[slot]
+        return TokenLayout(slots, token_places)
+
+
+class TokenLayout:
+    """Which table rows the sums of each token are over, for the tokens of some adapters."""
+
+    def __init__(self, slots: "tuple[Slot, ...]", token_places: Sequence[Sequence[int]]) -> None:
+        """Lay out tokens, each with the places of its adapter's slices, if any."""
+        self.slots = slots
+        num_slices = [len(places) for places in token_places]
+        self._place_b = _int32([place for places in token_places for place in places])
+        token_b = [token for token, num in enumerate(num_slices) for _ in range(num)]
+        is_everything = all(num == 1 for num in num_slices)
+        self.token_b = None if is_everything else torch.tensor(token_b)
+        """Token of each slice; None when every token has one."""
+        # Tokens without an adapter have empty bags, whose sum is zero.
+        self.bags_b = Bags.of_slices(self._place_b, SLICE_RANK, num_slices)
+        self._bags_a: dict[int, Bags] = {}
+
+    def bags_a(self, width_in: int) -> "Bags":
+        """Return one bag per slice, over the rows of its A^T."""
+        bags = self._bags_a.get(width_in)
+        if bags is None:
+            bags = Bags.of_slices(self._place_b, width_in, [1] * len(self._place_b))
+            self._bags_a[width_in] = bags
+        return bags
 
 
 class Bags(NamedTuple):

@@ -120,3 +120,24 @@ def test_other_types_are_served_by_batched_products():
     slots = random_adapters(base, [8, 8])
     (part,) = LoraBatch.build(base.bank, [Segment(s, 1) for s in slots], is_decode=True).parts
     assert not isinstance(part, DecodePart)
+
+
+def test_a_linear_that_few_adapters_target_costs_the_others_nothing():
+    base = random_llama()
+    slots = random_adapters(base, [8, 8, 16])
+    assert base.bank.tables is not None
+    logits(base, slots, is_decode=True)
+    assert "lm_head" not in base.bank.tables.weights
+    with_head = random_adapter(base, 8, kinds=ALL_KINDS, seed=9)
+    mix = [slots[0], with_head, None, slots[2], with_head]
+    torch.testing.assert_close(
+        logits(base, mix, is_decode=True), logits(base, mix), atol=2e-5, rtol=1e-4
+    )
+    # A place that had a head serves one without: what was there is not read.
+    for slot in (with_head, slots[0], slots[1], slots[2]):
+        base.bank.free(slot)
+    others = random_adapters(base, [8, 8, 16, 8], seed=20)
+    again = [*others, random_adapter(base, 8, kinds=frozenset({"lm_head"}), seed=30)]
+    torch.testing.assert_close(
+        logits(base, again, is_decode=True), logits(base, again), atol=2e-5, rtol=1e-4
+    )
