@@ -134,11 +134,13 @@ class SlabClass:
 class SlabPool:
     """All slabs of one device within a budget of `capacity_tokens`, counted in slab capacity.
 
-    slab = pool.allocate(owner, 40)          # None when the budget does not allow it
-    ... prefill 40 tokens, slab.length = 40 ...
-    pool.set_kind(slab, SlabKind.DECODING)
-    ... one decode step, slab.length = 41 ...
-    pool.free(slab)
+        slab = pool.allocate(owner, 40)          # None when the budget does not allow it
+        ... prefill 40 tokens, slab.length = 40 ...
+        pool.set_kind(slab, SlabKind.DECODING)
+        ... one decode step, slab.length = 41 ...
+        pool.free(slab)
+
+    Memory follows demand: a class grows by doubling, and gives back free rows that another needs.
     """
 
     def __init__(

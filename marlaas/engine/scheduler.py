@@ -30,11 +30,13 @@ GROWTH_TOKENS = 64
 
 
 class Scheduler:
-    """Queues and memory of one generator. In each quantum it calls
+    """Queues and memory of one generator, which calls in each quantum
 
-    admit()                         waiting -> filling, as memory allows
-    next_prefill(), prefilled()     before and after a prefill pass: filling -> decoding
-    make_room(), finish()           before and after a decode step
+        admit()                         waiting -> filling, as memory allows
+        next_prefill(), prefilled()     before and after a prefill pass: filling -> decoding
+        make_room(), finish()           before and after a decode step
+
+    A pass itself is the generator's; what is here needs no model.
     """
 
     def __init__(
