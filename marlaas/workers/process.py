@@ -4,6 +4,7 @@ One thread: read what has arrived, do one quantum, write the replies. It ends wh
 of the socket closes, so no worker outlives its server.
 """
 
+import contextlib
 import select
 import signal
 import socket
@@ -87,7 +88,8 @@ def main() -> None:
         return
     ready = m.ReplyReady(max_context=settings.max_context, self_check=deviations)
     connection.sendall(m.pack(0, ready))
-    serve(connection, host)
+    with contextlib.suppress(ConnectionError):  # the server is gone: nobody to answer any more
+        serve(connection, host)
 
 
 if __name__ == "__main__":
