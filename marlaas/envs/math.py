@@ -32,6 +32,9 @@ class MathSettings:
     """Numbers in one problem."""
     max_value: int = in_range(20, 9, 999)
     """Largest number in a problem; no intermediate result is below 0."""
+    answer: str = one_of("marked", "last")
+    """The answer stands after `Answer:` at the end, or is the last number of the reply, for models
+    that were not taught the mark."""
 
 
 Terms = tuple[int, ...]
@@ -57,13 +60,13 @@ class MathFamily:
         question = sum_question(terms) if is_sum else word_question(terms, stream)
         return Prompt(
             index=index,
-            messages=(Message("user", f'{question} End with "Answer: " and the number.'),),
+            messages=(Message("user", f"{question} {_INSTRUCTIONS[settings.answer]}"),),
             reference={"answer": sum(terms)},
         )
 
     def make(self, prompt: Prompt, num_envs: int) -> "Sequence[MathEnv]":
         """Return fresh environments for one group."""
-        return [MathEnv(prompt.reference) for _ in range(num_envs)]
+        return [MathEnv(prompt.reference, self._settings.answer) for _ in range(num_envs)]
 
     async def start(self) -> None:
         """Nothing to start."""
@@ -79,12 +82,13 @@ class MathFamily:
 class MathEnv:
     """Judges one reply."""
 
-    def __init__(self, reference: Mapping[str, object]) -> None:
+    def __init__(self, reference: Mapping[str, object], form: str = "marked") -> None:
         self._answer = reference["answer"]
+        self._parse = _PARSERS[form]
 
     async def step(self, reply: str, *, is_last: bool) -> EnvStep:
-        """Return reward 1 when the reply ends with `Answer: ` and the right number, else 0."""
-        answer = parse_answer(reply)
+        """Return reward 1 when the reply gives the right number in the job's form, else 0."""
+        answer = self._parse(reply)
         is_right = answer is not None and answer == self._answer
         return EnvStep(
             reward=float(is_right),
@@ -103,6 +107,22 @@ def parse_answer(reply: str) -> int | None:
     """Return the number that the reply ends with after `Answer:`, or None."""
     found = _ANSWER.search(reply)
     return int(found[1]) if found else None
+
+
+def parse_last_number(reply: str) -> int | None:
+    """Return the last whole number of the reply, or None."""
+    numbers = _NUMBER.findall(reply)
+    return int(numbers[-1]) if numbers else None
+
+
+_NUMBER = re.compile(r"(?<![\w.])-?[0-9]{1,12}(?![\w]|\.[0-9])")
+
+_PARSERS = {"marked": parse_answer, "last": parse_last_number}
+
+_INSTRUCTIONS = {
+    "marked": 'End with "Answer: " and the number.',
+    "last": "Reply with the number only.",
+}
 
 
 def draw_terms(settings: MathSettings, stream: np.random.Generator) -> Terms:

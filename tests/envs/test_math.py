@@ -63,3 +63,27 @@ def test_no_partial_sum_is_negative():
 
 def test_a_sum_reads_as_people_write_it():
     assert sum_question((7, 12, -5)) == "What is 7 + 12 - 5?"
+
+
+def test_the_form_last_takes_the_last_number_of_any_reply():
+    family = MathFamily(MathSettings(answer="last"))
+    prompt = family.prompt(0, seed=0, split="train")
+    answer = prompt.reference["answer"]
+    (env,) = family.make(prompt, 1)
+
+    def verdict(reply: str) -> EnvStep:
+        return asyncio.run(env.step(reply, is_last=True))
+
+    for reply in (f"{answer}", f"It is 3 + 4, so {answer}.", f"The answer is **{answer}**"):
+        assert verdict(reply).is_success, reply
+    for reply in (f"{answer}, or 99999", f"{answer}.5", "no idea", f"x{answer}", ""):
+        assert not verdict(reply).is_success, reply
+    assert verdict("no idea").metrics == {"format": 0.0}
+
+
+def test_the_same_item_has_the_same_terms_in_both_forms():
+    marked, last = (MathFamily(MathSettings(answer=form)) for form in ("marked", "last"))
+    for index in range(20):
+        first, second = (f.prompt(index, seed=3, split="eval") for f in (marked, last))
+        assert first.reference == second.reference
+        assert first.messages != second.messages
