@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from marlaas import runtime
-from marlaas.config import EngineSettings, Placement, RunSettings, resolve
+from marlaas.config import EngineSettings, Placement, RunSettings, describe, resolve
 from marlaas.envs.base import Family
 from marlaas.envs.catalog import make_family
 from marlaas.errors import InvalidRequest
@@ -33,6 +33,9 @@ from marlaas.types import (
 )
 from marlaas.workers.local import LocalWorker
 from marlaas.workers.split import SplitWorker
+
+ENGINES_FILE = "engines.json"
+"""In the run folder: what every engine worker was started with, all defaults resolved."""
 
 STATS_EVERY_S = 0.5
 """How often the workers are asked where their time goes, for the display."""
@@ -73,6 +76,8 @@ async def run_jobs(
         store = Store(out)
         stack.callback(store.close)
         settings = engine_settings(run, base, is_exact=is_exact)
+        resolved = [describe(one) for one in settings]
+        (out / ENGINES_FILE).write_text(json.dumps(resolved, indent=2) + "\n")
         engines = await stack.enter_async_context(started(settings))
         families = Families()
         controller = Controller(

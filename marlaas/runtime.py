@@ -1,4 +1,4 @@
-"""The seams to the world: time, seeded randomness, ids. Simulation replaces what is here.
+"""The seams to the world: time and seeded randomness. Simulation replaces what is here.
 
 Time inside the loop is the running event loop's own clock, so that a virtual event loop
 (`VirtualTimeLoop`) makes every wait and every time-out of the system virtual at once. No other
@@ -10,7 +10,6 @@ import hashlib
 import os
 import selectors
 import time
-import uuid
 from collections.abc import Coroutine
 from typing import TypeVar
 
@@ -41,11 +40,6 @@ def rss_bytes() -> int:
 def wall_time_s() -> float:
     """Return seconds since the epoch, for records that people read; never for ordering."""
     return time.time()
-
-
-def new_id(prefix: str) -> str:
-    """Return a fresh id such as `run-3f2a9c...`, one path segment."""
-    return f"{prefix}-{uuid.uuid4().hex[:16]}"
 
 
 def derive_seed(*labels: int | str) -> int:
