@@ -6,7 +6,7 @@ on the machine; nothing changes after that.
 """
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 
 from marlaas.errors import InvalidRequest
@@ -118,8 +118,3 @@ def _kv_capacity(kv_bytes_per_token: int, num_workers: int) -> int:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     tokens = int(memory_bytes * KV_MEMORY_SHARE / num_workers / kv_bytes_per_token)
     return max(1024, min(MAX_KV_TOKENS, tokens // 1024 * 1024))
-
-
-def describe(settings: EngineSettings) -> dict[str, object]:
-    """Return the settings as a flat mapping, for printing and for the run's record."""
-    return asdict(settings)

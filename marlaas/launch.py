@@ -7,13 +7,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from marlaas import runtime
-from marlaas.config import EngineSettings, Placement, RunSettings, describe, resolve
+from marlaas.config import EngineSettings, Placement, RunSettings, resolve
 from marlaas.envs.base import Family
 from marlaas.envs.catalog import make_family
 from marlaas.errors import InvalidRequest
@@ -28,7 +28,6 @@ from marlaas.types import (
     Message,
     PolicyId,
     SamplingParams,
-    StopReason,
     WorkerStats,
 )
 from marlaas.workers.local import LocalWorker
@@ -76,7 +75,7 @@ async def run_jobs(
         store = Store(out)
         stack.callback(store.close)
         settings = engine_settings(run, base, is_exact=is_exact)
-        resolved = [describe(one) for one in settings]
+        resolved = [asdict(one) for one in settings]
         (out / ENGINES_FILE).write_text(json.dumps(resolved, indent=2) + "\n")
         engines = await stack.enter_async_context(started(settings))
         families = Families()
@@ -210,9 +209,7 @@ class Chat:
                 sampling=replace(sampling, stop_token_ids=tuple(tokenizer.stop_token_ids)),
             )
         )
-        is_stop_token = completion.stop_reason is StopReason.STOP_TOKEN
-        ids = completion.tokens[:-1] if is_stop_token else completion.tokens
-        return tokenizer.decode(ids.tolist())
+        return tokenizer.decode(completion.reply_tokens.tolist())
 
     async def close(self) -> None:
         """End the worker."""

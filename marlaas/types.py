@@ -124,6 +124,11 @@ class Completion:
     num_cached_tokens: int = 0
     """Context tokens that did not have to be computed for this call."""
 
+    @property
+    def reply_tokens(self) -> np.ndarray:
+        """The sampled ids that are the reply's text: without the stop token that ended it."""
+        return self.tokens[:-1] if self.stop_reason is StopReason.STOP_TOKEN else self.tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:

@@ -255,9 +255,7 @@ class Episode:
 
     def _reply(self, completion: Completion) -> str:
         """Return a completion as text, without its stop token, and note it as a message."""
-        ends_in_stop = completion.stop_reason is StopReason.STOP_TOKEN
-        ids = completion.tokens[:-1] if ends_in_stop else completion.tokens
-        reply = self._tokenizer.decode(ids.tolist())
+        reply = self._tokenizer.decode(completion.reply_tokens.tolist())
         self._messages.append(Message("assistant", reply))
         return reply
 
