@@ -417,6 +417,16 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """Where a job begins: a version of a job of the same tenant, with an adapter of the same shape."""
+
+    job: str
+    version: int
+    with_optimizer: bool = False
+    """Take the moments too; only the newest version of a job has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """What a tenant submits. Everything that decides the result of a job is in here."""
 
@@ -454,7 +464,13 @@ class JobSpec:
     """How long a step waits for a group that would pass the staleness bound before it is cut."""
     seed: int = 0
     keep_versions: int = 3
-    """Newest versions kept as PEFT folders, beside the first and the best."""
+    """Newest versions kept as PEFT folders, beside the first, the best and the promoted one."""
+    max_job_tokens: int = 0
+    """Cap on sampled and trained tokens together; past it the job pauses. 0: no cap."""
+    max_device_s: float = 0.0
+    """Cap on device seconds; past it the job pauses. 0: no cap."""
+    fork: "Fork | None" = None
+    """Begin from another job's version instead of from the base."""
 
     @property
     def job_id(self) -> JobId:
@@ -466,10 +482,12 @@ class JobSpec:
 
 
 class JobState(StrEnum):
-    """`queued -> running -> done`; `held`, `failed` and `cancelled` carry a reason."""
+    """`queued -> running -> done`; every other end, and every stop, carries a reason."""
 
     QUEUED = "queued"
     RUNNING = "running"
+    PAUSED = "paused"
+    """The tenant, or a cap of theirs, stopped it; `resume` queues it again."""
     DONE = "done"
     HELD = "held"
     """Stopped because its results could not be trusted (gap, non-finite update)."""
@@ -477,8 +495,195 @@ class JobState(StrEnum):
     CANCELLED = "cancelled"
 
     @property
+    def is_active(self) -> bool:
+        """True when the machine runs it or will, without anybody asking again."""
+        return self in (JobState.QUEUED, JobState.RUNNING)
+
+    @property
     def is_terminal(self) -> bool:
-        return self in (JobState.DONE, JobState.HELD, JobState.FAILED, JobState.CANCELLED)
+        """True when it ended: it takes no step unless somebody resumes it, if that is legal."""
+        return not self.is_active and self is not JobState.PAUSED
+
+
+JOB_MOVES: Mapping[JobState, frozenset[JobState]] = {
+    JobState.QUEUED: frozenset(
+        {JobState.RUNNING, JobState.PAUSED, JobState.FAILED, JobState.CANCELLED}
+    ),
+    JobState.RUNNING: frozenset(
+        {
+            JobState.QUEUED,
+            JobState.PAUSED,
+            JobState.DONE,
+            JobState.HELD,
+            JobState.FAILED,
+            JobState.CANCELLED,
+        }
+    ),
+    JobState.PAUSED: frozenset({JobState.QUEUED, JobState.CANCELLED}),
+    JobState.HELD: frozenset({JobState.QUEUED, JobState.CANCELLED}),
+    JobState.FAILED: frozenset({JobState.QUEUED, JobState.CANCELLED}),
+    JobState.DONE: frozenset(),
+    JobState.CANCELLED: frozenset(),
+}
+"""Legal moves from one state to another. A move from a state to itself changes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """What can be said of a job now, beside what the store holds of it."""
+
+    waits_for: str = ""
+    """Why a queued job does not run, or a running one makes no progress, in words; else empty."""
+    place: int | None = None
+    """1-based place among the queued jobs, in the order in which they would start."""
+    starts_in_s: float | None = None
+    """Estimate for a queued job; None where there is nothing to estimate from."""
+    ends_in_s: float | None = None
+    """Estimate for a queued or running job."""
+    device_s: float = 0.0
+    """Device seconds charged so far, of all runs together."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Tenants
+
+
+OPERATOR = TenantId("operator")
+"""Owner of operator keys. No tenant may have this name."""
+
+
+class Role(StrEnum):
+    """What a key may do."""
+
+    TENANT = "tenant"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quotas:
+    """Limits of one tenant. 0 means none may be had; `None` means no limit."""
+
+    max_running_jobs: int | None = 8
+    max_queued_jobs: int | None = 200
+    tokens_a_day: int | None = None
+    """Sampled and trained tokens together, per UTC day."""
+    stored_bytes: int | None = 20 << 30
+    sandbox_cpu_s_a_day: float | None = None
+    requests_a_second: float | None = 50.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """A customer: owner of jobs, keys, adapters and uploads."""
+
+    tenant_id: TenantId
+    weight: float = 1.0
+    """Share of the machine relative to other tenants."""
+    quotas: Quotas = field(default_factory=Quotas)
+    created_s: float = 0.0
+    """Since the epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """What is kept of a key; the key itself is shown once, when it is made."""
+
+    key_id: str
+    tenant_id: TenantId
+    """`OPERATOR` for an operator's key."""
+    role: Role
+    label: str
+    created_s: float
+    revoked_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What was used, by stage. Token counts equal what the stored trajectories hold."""
+
+    sampled_tokens: int = 0
+    """Tokens that policies sampled."""
+    trained_tokens: int = 0
+    """Tokens of trajectories that steps trained on, prompts included."""
+    evaluated_tokens: int = 0
+    """Tokens sampled in evaluations."""
+    served_tokens: int = 0
+    """Tokens sampled for completions, outside jobs."""
+    prefill_tokens: int = 0
+    """Context tokens computed, a shared opening once a group."""
+    device_s: float = 0.0
+    sandbox_cpu_s: float = 0.0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            **{name: getattr(self, name) + getattr(other, name) for name in Usage.__slots__}
+        )
+
+
+class EventKind(StrEnum):
+    """What happened to a job."""
+
+    STATE = "state"
+    """`{"state", "reason"}`."""
+    STEP = "step"
+    """`{"step", "metrics", "elapsed_s", "is_empty", "is_vetoed"}`."""
+    EVALUATION = "evaluation"
+    """`{"version", "success", "reward", "num_prompts", "num_failed", "elapsed_s"}`."""
+    NOTICE = "notice"
+    """`{"stage", "cause", "since_s"}`: something makes no progress, or goes on again."""
+    LOG = "log"
+    """`{"text"}`: what the tenant's own code printed or raised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One line of a tenant's history."""
+
+    seq: int
+    """1, 2, 3, ... per tenant, without gaps; a stream resumes behind it."""
+    at_s: float
+    """Since the epoch, for people."""
+    job: str
+    kind: EventKind
+    data: Mapping[str, object]
+    """JSON values."""
+
+
+class UploadKind(StrEnum):
+    """What a tenant may upload."""
+
+    PROMPTS = "prompts"
+    """JSONL, one prompt a line."""
+    ENVIRONMENT = "environment"
+    """A Python file; it runs in the tenant's sandbox only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """A file of a tenant. Jobs name it by digest, so a later upload of that name changes none."""
+
+    kind: UploadKind
+    name: str
+    digest: str
+    """sha256, hex."""
+    size_bytes: int
+    num_lines: int
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSummary:
+    """What a list of groups shows of one."""
+
+    index: int
+    state: str
+    reason: str
+    version: int
+    step: int | None
+    num_trajectories: int
+    reward_mean: float
+    success_mean: float
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -501,6 +706,8 @@ class WorkerStats:
     rss_bytes: int
     quanta: Mapping[str, int] = field(default_factory=dict)
     """Passes by kind: tokens over quanta is how full they were."""
+    cpu_s: Mapping[str, float] = field(default_factory=dict)
+    """CPU seconds by kind. Below `busy_s` where other processes took the core in between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

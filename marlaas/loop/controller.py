@@ -119,7 +119,7 @@ class Controller:
 
     async def run(self) -> None:
         """Run every unfinished job of the store to its end, or until `stop`."""
-        unfinished = [row.spec for row in self._store.all_jobs() if not row.state.is_terminal]
+        unfinished = [row.spec for row in self._store.all_jobs() if row.state.is_active]
         try:
             async with asyncio.TaskGroup() as stages:
                 admission = stages.create_task(self._admit())

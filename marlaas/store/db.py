@@ -95,7 +95,7 @@ class Store:
     def __init__(self, root: Path, *, durability: str = "process") -> None:
         root.mkdir(parents=True, exist_ok=True)
         self.files = Files(root)
-        self._db = sqlite3.connect(root / "store.db", isolation_level=None)
+        self._db = sqlite3.connect(root / "store.db", isolation_level=None, check_same_thread=False)
         self._db.row_factory = sqlite3.Row
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute(f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}")

@@ -6,7 +6,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     tenant_id  TEXT NOT NULL,
     name       TEXT NOT NULL,
     state      TEXT NOT NULL DEFAULT 'queued'
-               CHECK (state IN ('queued', 'running', 'done', 'held', 'failed', 'cancelled')),
+               CHECK (state IN ('queued', 'running', 'paused', 'done', 'held', 'failed', 'cancelled')),
     reason     TEXT NOT NULL DEFAULT '',
     step       INTEGER NOT NULL DEFAULT 0 CHECK (step >= 0),  -- the cursor: steps committed
     elapsed_s  REAL NOT NULL DEFAULT 0,                       -- of all runs together

@@ -28,7 +28,7 @@ from marlaas.engine.types import SequenceRequest, SequenceResult
 from marlaas.errors import Conflict, InvalidRequest, MarlaasError, NotFound
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import Slot
-from marlaas.runtime import now_s, rss_bytes
+from marlaas.runtime import cpu_s, now_s, rss_bytes
 from marlaas.types import (
     AdapterSpec,
     Completion,
@@ -96,6 +96,7 @@ class EngineHost:
         self._busy_s: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
         self._quanta: dict[str, int] = {}
+        self._cpu_s: dict[str, float] = {}
         self._sampling_lead_s = 0.0
         self._immediate: dict[type, Callable] = {
             m.Generate: self._generate,
@@ -120,7 +121,7 @@ class EngineHost:
 
     def handle(self, call_id: int, message: m.Call) -> None:
         """Take one message; its reply appears in `replies` now or after some quanta."""
-        started = now_s()
+        began = self._now()
         try:
             if isinstance(message, m.ForwardBackward | m.OptimStep):
                 policy = self._policy(message.policy_id)
@@ -132,13 +133,13 @@ class EngineHost:
                     self.replies.append((call_id, reply))
         except MarlaasError as error:
             self.replies.append((call_id, m.ReplyError(type(error).__name__, str(error))))
-        self._count("other", 0, now_s() - started)
+        self._count("other", 0, began)
 
     def run_quantum(self) -> None:
         """Do one piece of sampling or training, whichever is behind."""
         can_sample, can_train = self.generator.has_work, self.trainer.has_work
         is_sampling = can_sample and not (can_train and self._is_training_due())
-        started = now_s()
+        began = self._now()
         if is_sampling:
             results, work = self.generator.step()
             for result in results:
@@ -147,9 +148,9 @@ class EngineHost:
             finished, work = self.trainer.step()
             for ticket, outputs in finished:
                 self._finish_pass(cast(int, ticket), m.ReplyOutputs(outputs))
-        elapsed = now_s() - started
+        elapsed = now_s() - began[0]
         if work is not None:
-            self._count(work.kind, work.num_tokens, elapsed)
+            self._count(work.kind, work.num_tokens, began)
         if can_sample and can_train:
             lead = self._sampling_lead_s + (elapsed if is_sampling else -elapsed)
             self._sampling_lead_s = min(MAX_LEAD_S, max(-MAX_LEAD_S, lead))
@@ -159,8 +160,15 @@ class EngineHost:
     def _is_training_due(self) -> bool:
         return self._sampling_lead_s >= 0
 
-    def _count(self, kind: str, num_tokens: int, elapsed_s: float) -> None:
-        self._busy_s[kind] = self._busy_s.get(kind, 0.0) + elapsed_s
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        return now_s(), cpu_s()
+
+    def _count(self, kind: str, num_tokens: int, began: tuple[float, float]) -> None:
+        """Book the time since `began`, as `_now` gave it."""
+        ended = self._now()
+        self._busy_s[kind] = self._busy_s.get(kind, 0.0) + ended[0] - began[0]
+        self._cpu_s[kind] = self._cpu_s.get(kind, 0.0) + ended[1] - began[1]
         if num_tokens:
             self._tokens[kind] = self._tokens.get(kind, 0) + num_tokens
             self._quanta[kind] = self._quanta.get(kind, 0) + 1
@@ -443,7 +451,7 @@ class EngineHost:
         self._advance(policy_id, policy)
 
     def _optim_step(self, policy: HostedPolicy, message: m.OptimStep) -> m.Reply:
-        started = now_s()
+        began = self._now()
         self._trained(message.policy_id, policy)
         result = self.trainer.optim_step(message.policy_id, message.adam)
         if message.snapshot is not None:
@@ -453,7 +461,7 @@ class EngineHost:
         self._add_version(policy, result.version, row, result.adapter_hash)
         if old is not None:
             self._free_if_unused(policy, old)
-        self._count("publish", 0, now_s() - started)
+        self._count("publish", 0, began)
         return m.ReplyStep(result)
 
     # Statistics ----------------------------------------------------------------------------
@@ -467,6 +475,7 @@ class EngineHost:
                 busy_s=dict(self._busy_s),
                 tokens=dict(self._tokens),
                 quanta=dict(self._quanta),
+                cpu_s=dict(self._cpu_s),
                 num_decoding=generator.num_decoding,
                 num_waiting=generator.num_waiting,
                 num_parked=generator.num_parked,

@@ -125,7 +125,7 @@ def test_committed_state_survives_a_kill(tmp_path: Path) -> None:
 def test_impossible_states_are_refused_by_the_schema(store: Store) -> None:
     store.add_job(ACME, spec_of(ACME))
     with pytest.raises(sqlite3.IntegrityError):
-        store._db.execute("UPDATE jobs SET state = 'paused'")
+        store._db.execute("UPDATE jobs SET state = 'asleep'")
     with pytest.raises(sqlite3.IntegrityError):
         store._db.execute(
             "INSERT INTO groups (tenant_id, job, idx, state, version) "
