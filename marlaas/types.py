@@ -418,7 +418,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """Where a job begins: a version of a job of the same tenant, with an adapter of the same shape."""
+    """Where a job begins: a version of one of the tenant's jobs, with an adapter of this shape."""
 
     job: str
     version: int

@@ -89,7 +89,7 @@ class PassRunner:
         hidden_ND = base.hidden(
             self._tensor(packed.tokens_N),
             self._tensor(packed.positions_N),
-            BatchedSequences.build(packed.attention, base.device),
+            BatchedSequences.build(packed.attention, base.dtype, base.device),
             base.bank.batch,
         )
         inverse_temperature_M = None
@@ -156,7 +156,9 @@ class PassRunner:
 
     @contextmanager
     def _checkpointing_of(self, packed: PackedPass) -> Iterator[None]:
-        predicted_bytes = self.cost.activation_bytes(packed.num_tokens, packed.num_places)
+        predicted_bytes = self.cost.activation_bytes(
+            packed.num_tokens, packed.num_queries, packed.num_keys
+        )
         is_needed = self._checkpointing == "always" or (
             self._checkpointing == "auto" and predicted_bytes > self._activation_budget_bytes
         )

@@ -19,9 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from marlaas.model.attention import AttentionBatch
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import Segment, Slot
 from marlaas.types import Datum, Objective
+
+NO_PLACES = np.zeros(0, dtype=np.int64)
 
 MIN_SHARED = 4
 """Shortest common prefix that is computed once."""
@@ -31,6 +34,14 @@ MAX_COMPARED = 8
 
 MIN_FILL = 0.75
 """Sequences are attended in one batch while each is at least this fraction of the longest."""
+
+MIN_SHARED_FILL = 0.6
+"""Those with a shared prefix while their own tokens times their length come to this part of the
+batch's: they are short, and a call costs as much as a few of them."""
+
+MAX_MASKED = 2048
+"""Longest sequence whose shared prefix is left out of attention's queries: it takes a mask of
+queries times keys, where plain causal attention takes none."""
 
 VECTOR_ELEMENTS = 32
 """Element-wise CPU kernels work on blocks of at most this many fp32 elements (AVX-512, unrolled by
@@ -48,7 +59,8 @@ class PassCost:
         FLOP per sequence of S tokens = 4 N S + 7 L d_a S^2
         cost(S) = S + (7 L d_a / 4 N) S^2
 
-    N weights of the linears, L layers, d_a = query heads x head width.
+    N weights of the linears, L layers, d_a = query heads x head width. A prefix of P tokens that is
+    there already takes cost(P) off.
     Source: `docs/algorithms.md` has the count; causal attention, backward 2.5 times forward.
     """
 
@@ -56,8 +68,10 @@ class PassCost:
     """Cost of one pair of positions in attention."""
     bytes_per_token: int
     """What autograd keeps for one token of a pass outside attention, no layer checkpointed."""
-    bytes_per_place: int
-    """What it keeps for one place of an attention batch: q, k, v and the output, all layers."""
+    bytes_per_query: int
+    """What it keeps for one query of an attention batch: q and the output, all layers."""
+    bytes_per_key: int
+    """What it keeps for one key of an attention batch: k and v, all layers."""
 
     @classmethod
     def of(cls, base: BaseModel) -> "PassCost":
@@ -72,21 +86,25 @@ class PassCost:
         # silu(gate), up, and the product, which is the input of down.
         per_token = 2 * width_in["q_proj"] + width_in["o_proj"] + 2 * width_in["gate_proj"]
         per_token += 2 * width_out["gate_proj"] + width_out["up_proj"] + width_in["down_proj"]
-        per_place = 2 * width_out["q_proj"] + width_out["k_proj"] + width_out["v_proj"]
         size_bytes = base.head.weight.element_size()
         return cls(
             cost_per_pair=7 * width_out["q_proj"] / (4 * num_weights),
             bytes_per_token=per_token * size_bytes,
-            bytes_per_place=per_place * size_bytes,
+            bytes_per_query=2 * width_out["q_proj"] * size_bytes,
+            bytes_per_key=(width_out["k_proj"] + width_out["v_proj"]) * size_bytes,
         )
 
     def __call__(self, num_tokens: int, num_shared: int = 0) -> float:
         """Return the cost of one sequence, the first `num_shared` tokens of which are there."""
-        return num_tokens - num_shared + self.cost_per_pair * num_tokens**2
+        return num_tokens - num_shared + self.cost_per_pair * (num_tokens**2 - num_shared**2)
 
-    def activation_bytes(self, num_tokens: int, num_places: int) -> int:
-        """Return what autograd keeps of a pass."""
-        return num_tokens * self.bytes_per_token + num_places * self.bytes_per_place
+    def activation_bytes(self, num_tokens: int, num_queries: int, num_keys: int) -> int:
+        """Return what autograd keeps of a pass with so many queries and keys in its attention."""
+        return (
+            num_tokens * self.bytes_per_token
+            + num_queries * self.bytes_per_query
+            + num_keys * self.bytes_per_key
+        )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -266,9 +284,8 @@ class PackedPass:
     tokens_N: np.ndarray
     positions_N: np.ndarray
     """Restart at 0 with every sequence."""
-    attention: tuple[np.ndarray, ...]
-    """Batches of sequences that attend together, each [S, T]: the place in the pass of each of
-    their tokens. A shared prefix is in several; short ones repeat their last token at the end."""
+    attention: tuple[AttentionBatch, ...]
+    """Sequences that attend together. A shared prefix is among the keys of several."""
     segments: tuple[Segment, ...]
     """One per chunk, then the padding if there is any."""
     selected_M: np.ndarray
@@ -292,9 +309,14 @@ class PackedPass:
         return len(self.tokens_N)
 
     @property
-    def num_places(self) -> int:
-        """Places in attention batches, shared and repeated ones as often as they occur."""
-        return sum(batch.size for batch in self.attention)
+    def num_queries(self) -> int:
+        """Queries of the attention batches, repeated ones as often as they occur."""
+        return sum(batch.num_queries for batch in self.attention)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of the attention batches, shared and repeated ones as often as they occur."""
+        return sum(batch.num_keys for batch in self.attention)
 
     @property
     def head_segments(self) -> list[Segment]:
@@ -329,24 +351,24 @@ def pack(chunks: Sequence[Chunk], *, is_exact: bool) -> PackedPass:
         Segment(chunk.submission.slot, len(layout.tokens))
         for chunk, layout in zip(ordered, layouts, strict=True)
     ]
-    places = [layout.places for layout in layouts]
+    sequences = [layout.sequences for layout in layouts]
     num_padding = -num_tokens % VECTOR_ELEMENTS if is_exact else 0
     if num_padding:
         padding = np.arange(num_padding)
         tokens.append(np.zeros(num_padding, dtype=np.int64))
         positions.append(padding)
         segments.append(Segment(None, num_padding))
-        places.append([num_tokens + padding])
+        sequences.append([PassSequence(num_tokens + padding, 0)])
     data = [datum for chunk in ordered for datum in chunk.data]
     scored = [scored for layout in layouts for scored in layout.scored]
     num_scored = [len(indices) for indices in scored]
     ends = np.cumsum([sum(map(len, layout.scored)) for layout in layouts]).tolist()
-    together = places if is_exact else [[place for own in places for place in own]]
+    together = sequences if is_exact else [[one for own in sequences for one in own]]
     return PackedPass(
         chunks=tuple(ordered),
         tokens_N=_concatenate(tokens, np.int64),
         positions_N=_concatenate(positions, np.int64),
-        attention=tuple(batch for own in together for batch in batch_by_length(own)),
+        attention=tuple(batch for own in together for batch in attention_batches(own)),
         segments=tuple(segments),
         selected_M=_concatenate([sel for layout in layouts for sel in layout.selected], np.int64),
         targets_M=_concatenate(
@@ -359,6 +381,38 @@ def pack(chunks: Sequence[Chunk], *, is_exact: bool) -> PackedPass:
     )
 
 
+class PassSequence(NamedTuple):
+    """One sequence of a pass as attention sees it."""
+
+    place_T: np.ndarray
+    """The place in the pass of each of its tokens."""
+    num_shared: int
+    """How many of the first are another sequence's, which computes them."""
+
+    @property
+    def length(self) -> int:
+        return len(self.place_T)
+
+    @property
+    def num_left_out(self) -> int:
+        """Tokens at the front that are not among its queries."""
+        return self.num_shared if self.length <= MAX_MASKED else 0
+
+    @property
+    def num_own(self) -> int:
+        """Its queries."""
+        return self.length - self.num_left_out
+
+    @property
+    def area(self) -> int:
+        """Queries times keys."""
+        return self.num_own * self.length
+
+    def order(self) -> tuple[int, int]:
+        """Return a key that sorts many queries and many keys first."""
+        return -self.num_own, -self.length
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _ChunkLayout:
     """Where the tokens of one chunk are in a pass."""
@@ -368,8 +422,8 @@ class _ChunkLayout:
     positions: np.ndarray
     end: int
     """Place after the last one."""
-    places: list[np.ndarray]
-    """Per sequence that has tokens, the place in the pass of each."""
+    sequences: list["PassSequence"]
+    """Those that have tokens of their own."""
     scored: list[np.ndarray]
     """Per datum, the token indices whose logprob is wanted."""
     selected: list[np.ndarray]
@@ -379,15 +433,16 @@ class _ChunkLayout:
     def of(cls, chunk: Chunk, start: int) -> "_ChunkLayout":
         tokens: list[np.ndarray] = []
         positions: list[np.ndarray] = []
-        places: list[np.ndarray] = []
+        sequences: list[PassSequence] = []
         scored: list[np.ndarray] = []
         end = start
         for datum, (source, num_shared) in zip(chunk.data, chunk.shared, strict=True):
             wanted = scored_positions(datum, chunk.submission.is_training)
             length = int(wanted[-1]) if len(wanted) else 0
             num_new = length - num_shared
-            shared = places[source][:num_shared] if num_shared else np.zeros(0, dtype=np.int64)
-            places.append(np.concatenate([shared, np.arange(end, end + num_new)]))
+            shared = sequences[source].place_T[:num_shared] if num_shared else NO_PLACES
+            place_T = np.concatenate([shared, np.arange(end, end + num_new)])
+            sequences.append(PassSequence(place_T, num_shared))
             tokens.append(datum.tokens[num_shared:length])
             positions.append(np.arange(num_shared, length))
             scored.append(wanted)
@@ -396,26 +451,56 @@ class _ChunkLayout:
             tokens=_concatenate(tokens, np.int64),
             positions=_concatenate(positions, np.int64),
             end=end,
-            places=[own for own in places if len(own)],
+            sequences=[own for own in sequences if own.num_own],
             scored=scored,
-            selected=[own[where - 1] for own, where in zip(places, scored, strict=True)],
+            selected=[own.place_T[where - 1] for own, where in zip(sequences, scored, strict=True)],
         )
 
 
-def batch_by_length(places: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return sequences as batches [S, T] of similar length, longest first.
+def attention_batches(sequences: Sequence[PassSequence]) -> list[AttentionBatch]:
+    """Return sequences as batches of similar ones, those without a shared prefix first.
 
     What is added at a sequence's end is never seen by its own tokens, attention being causal.
     """
-    batches: list[list[np.ndarray]] = []
-    for own in sorted(places, key=len, reverse=True):
-        if not batches or len(own) < MIN_FILL * len(batches[-1][0]):
+    whole = sorted((one for one in sequences if not one.num_left_out), key=PassSequence.order)
+    shared = sorted((one for one in sequences if one.num_left_out), key=PassSequence.order)
+    batches: list[list[PassSequence]] = []
+    for one in whole:
+        if not batches or one.length < MIN_FILL * batches[-1][0].length:
             batches.append([])
-        batches[-1].append(own)
-    return [
-        np.stack([np.pad(own, (0, len(batch[0]) - len(own)), mode="edge") for own in batch])
+        batches[-1].append(one)
+    out = [AttentionBatch(_stack([one.place_T for one in batch])) for batch in batches]
+    batches.clear()
+    filled = 0
+    for one in shared:
+        filled += one.area
+        if not batches or filled < MIN_SHARED_FILL * _area([*batches[-1], one]):
+            batches.append([])
+            filled = one.area
+        batches[-1].append(one)
+    return out + [
+        AttentionBatch(
+            keys_ST=_stack([one.place_T for one in batch]),
+            queries_SQ=_stack([one.place_T[one.num_left_out :] for one in batch]),
+            positions_SQ=_stack([np.arange(one.num_left_out, one.length) for one in batch]),
+        )
         for batch in batches
     ]
+
+
+def _area(batch: Sequence[PassSequence]) -> int:
+    """Return queries times keys of a batch, padding included."""
+    num_queries = max(one.num_own for one in batch)
+    return len(batch) * num_queries * max(one.length for one in batch)
+
+
+def _stack(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Return rows as one array; short ones repeat their last element."""
+    out = np.empty((len(rows), max(map(len, rows))), dtype=np.int64)
+    for idx, row in enumerate(rows):
+        out[idx, : len(row)] = row
+        out[idx, len(row) :] = row[-1]
+    return out
 
 
 def _concatenate(pieces: Sequence[np.ndarray], dtype: type) -> np.ndarray:

@@ -58,49 +58,103 @@ class PackedSequences:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchedSequences:
-    """Whole sequences in batches of similar length, one product a batch; prefixes may be shared.
+class AttentionBatch:
+    """Sequences of one pass that attend together, as places in the pass.
 
-    A batch [S, T] lists the place in the pass of each token of its sequences. A place may be in
-    several sequences: then their tokens up to there are the same. Sequences shorter than T repeat
-    their last token; these rows come after the real ones, which never see them.
+    Sequences shorter than the longest repeat their last token at the end.
     """
 
-    shapes: Sequence[tuple[int, int]]
-    """[S, T] of each batch."""
-    place_L: Tensor
-    """int64. Place in the pass of each token of all batches."""
+    keys_ST: np.ndarray
+    """The place of each token of each sequence, shared prefix included."""
+    queries_SQ: np.ndarray | None = None
+    """The place of each token whose output is wanted; None: of every one."""
+    positions_SQ: np.ndarray | None = None
+    """Where in their sequence the queries are."""
+
+    @property
+    def num_keys(self) -> int:
+        return self.keys_ST.size
+
+    @property
+    def num_queries(self) -> int:
+        return self.keys_ST.size if self.queries_SQ is None else self.queries_SQ.size
+
+
+@dataclass(frozen=True, slots=True)
+class BatchedSequences:
+    """Sequences in batches of similar length, one product a batch; prefixes may be shared.
+
+    A place may be in several sequences: then their tokens up to there are the same, and only one of
+    them needs its output. The others ask for the outputs of their own tokens alone, over all keys.
+    Repeated last tokens come after the real ones, which never see them.
+    """
+
+    parts: "Sequence[_BatchPart]"
     own_N: Tensor
-    """int64. Where each token of the pass is among these."""
+    """int64. Where each token of the pass is among the queries of all batches."""
 
     @classmethod
-    def build(cls, batches: Sequence[np.ndarray], device: torch.device) -> "BatchedSequences":
-        place_L = np.concatenate([batch.ravel() for batch in batches])
+    def build(
+        cls, batches: Sequence[AttentionBatch], dtype: torch.dtype, device: torch.device
+    ) -> "BatchedSequences":
+        parts = [_BatchPart.build(batch, dtype, device) for batch in batches]
+        places = [_queries(batch).ravel() for batch in batches]
         # Of a token's rows the first is a real one: repeated last tokens come after them.
-        _, own_N = np.unique(place_L, return_index=True)
-        return cls(
-            [batch.shape for batch in batches],
-            torch.from_numpy(place_L).to(device),
-            torch.from_numpy(own_N).to(device),
-        )
+        _, own_N = np.unique(np.concatenate(places), return_index=True)
+        return cls(parts, torch.from_numpy(own_N).to(device))
 
     def attend(
         self, layer_idx: int, q_NHE: Tensor, k_NGE: Tensor, v_NGE: Tensor, scaling: float
     ) -> Tensor:
-        sizes = [num_sequences * length for num_sequences, length in self.shapes]
-        pieces = zip(
-            self.shapes,
-            *(x.index_select(0, self.place_L).split(sizes) for x in (q_NHE, k_NGE, v_NGE)),
-            strict=True,
-        )
-        outs = []
-        for shape, *qkv in pieces:
-            q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in qkv)
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            outs.append(out.transpose(1, 2).flatten(0, 1))
+        outs = [part.attend(q_NHE, k_NGE, v_NGE, scaling) for part in self.parts]
         return torch.cat(outs).index_select(0, self.own_N)
+
+
+def _queries(batch: AttentionBatch) -> np.ndarray:
+    return batch.keys_ST if batch.queries_SQ is None else batch.queries_SQ
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchPart:
+    """One attention batch on the device."""
+
+    shape: tuple[int, int]
+    """[S, T] of the keys."""
+    key_L: Tensor
+    query_L: Tensor
+    mask_S1QT: Tensor | None
+    """None: every token is a query, and attention is plainly causal."""
+
+    @classmethod
+    def build(cls, batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> "_BatchPart":
+        key_L = torch.from_numpy(batch.keys_ST.ravel()).to(device)
+        if batch.queries_SQ is None or batch.positions_SQ is None:
+            return cls(batch.keys_ST.shape, key_L, key_L, None)
+        num_keys = batch.keys_ST.shape[1]
+        position_SQ1 = torch.from_numpy(batch.positions_SQ).to(device)[:, :, None]
+        is_later_SQT = torch.arange(num_keys, device=device) > position_SQ1
+        mask_SQT = torch.zeros(is_later_SQT.shape, dtype=dtype, device=device)
+        mask_SQT.masked_fill_(is_later_SQT, -torch.inf)
+        query_L = torch.from_numpy(batch.queries_SQ.ravel()).to(device)
+        return cls(batch.keys_ST.shape, key_L, query_L, mask_SQT[:, None])
+
+    def attend(self, q_NHE: Tensor, k_NGE: Tensor, v_NGE: Tensor, scaling: float) -> Tensor:
+        """Return the outputs of the queries, sequence after sequence, [S Q, H, E]."""
+        num_sequences = self.shape[0]
+        q_SHQE, k_SGTE, v_SGTE = (
+            x.index_select(0, where_L).unflatten(0, (num_sequences, -1)).transpose(1, 2)
+            for x, where_L in ((q_NHE, self.query_L), (k_NGE, self.key_L), (v_NGE, self.key_L))
+        )
+        out_SHQE = F.scaled_dot_product_attention(
+            q_SHQE,
+            k_SGTE,
+            v_SGTE,
+            attn_mask=self.mask_S1QT,
+            is_causal=self.mask_S1QT is None,
+            scale=scaling,
+            enable_gqa=q_SHQE.shape[1] != k_SGTE.shape[1],
+        )
+        return out_SHQE.transpose(1, 2).flatten(0, 1)
 
 
 def causal_attention(q_TGE: Tensor, k_TGE: Tensor, v_TGE: Tensor, scaling: float) -> Tensor:

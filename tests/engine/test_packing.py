@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from marlaas.engine.packing import (
+    MAX_MASKED,
     MIN_FILL,
     VECTOR_ELEMENTS,
     Chunk,
     ChunkQueue,
     PassCost,
+    PassSequence,
     SharedPrefix,
     Submission,
-    batch_by_length,
+    attention_batches,
     cut,
     num_inputs,
     pack,
@@ -28,7 +30,7 @@ from tests.models import random_llama, random_qwen3
 
 torch.set_num_threads(1)
 
-LINEAR = PassCost(cost_per_pair=0.0, bytes_per_token=1, bytes_per_place=1)
+LINEAR = PassCost(cost_per_pair=0.0, bytes_per_token=1, bytes_per_query=1, bytes_per_key=1)
 """A sequence costs its tokens."""
 
 
@@ -69,7 +71,7 @@ def test_data_are_cut_in_order_into_whole_data_within_the_budget() -> None:
 
 def test_the_quadratic_cost_of_attention_counts() -> None:
     data = [full_datum(51, seed) for seed in range(4)]
-    cost = PassCost(cost_per_pair=0.02, bytes_per_token=1, bytes_per_place=1)
+    cost = PassCost(cost_per_pair=0.02, bytes_per_token=1, bytes_per_query=1, bytes_per_key=1)
     assert cost(50) == 100.0
     assert bounds(cut(submit(data), cost, 250)) == [(0, 2), (2, 4)]
 
@@ -186,13 +188,20 @@ def test_a_layout_says_of_every_scored_token_where_its_prediction_is(is_exact: b
         if (length := num_inputs(datum, chunk.submission.is_training))
     }
     attended = set()
-    for batch_ST in packed.attention:
-        for place_T in batch_ST:
+    asked = []
+    for batch in packed.attention:
+        queries_SQ, positions_SQ = batch.queries_SQ, batch.positions_SQ
+        if queries_SQ is None:
+            queries_SQ, positions_SQ = batch.keys_ST, packed.positions_N[batch.keys_ST]
+        assert (packed.positions_N[queries_SQ] == positions_SQ).all()
+        asked += queries_SQ.ravel().tolist()
+        for place_T in batch.keys_ST:
             _, first = np.unique(place_T, return_index=True)
             own = place_T[np.sort(first)]
             assert packed.positions_N[own].tolist() == list(range(len(own)))
             attended.add(tuple(packed.tokens_N[own]))
     assert inputs <= attended
+    assert set(asked) == set(range(packed.num_tokens)), "attention answers every token"
     # A prediction is made at the place of the token before its target.
     start = 0
     for datum_idx, (datum, scored) in enumerate(zip(packed.data, packed.scored, strict=True)):
@@ -225,12 +234,35 @@ def test_data_without_a_trained_token_take_no_place() -> None:
 
 
 def test_sequences_attend_with_others_of_similar_length() -> None:
-    places = [np.arange(length) for length in (3, 40, 31, 29, 4, 100)]
-    batches = batch_by_length(places)
-    assert [batch.shape for batch in batches] == [(1, 100), (2, 40), (1, 29), (2, 4)]
+    sequences = [PassSequence(np.arange(length), 0) for length in (3, 40, 31, 29, 4, 100)]
+    batches = attention_batches(sequences)
+    assert [batch.keys_ST.shape for batch in batches] == [(1, 100), (2, 40), (1, 29), (2, 4)]
     for batch in batches:
-        num_real = sum(len(np.unique(row)) for row in batch)
-        assert num_real >= MIN_FILL * batch.size
+        assert batch.queries_SQ is None
+        num_real = sum(len(np.unique(row)) for row in batch.keys_ST)
+        assert num_real >= MIN_FILL * batch.num_keys
+
+
+def test_of_a_shared_prefix_only_its_owner_asks_for_outputs() -> None:
+    owner = PassSequence(np.arange(30), 0)
+    siblings = [
+        PassSequence(np.r_[np.arange(20), np.arange(start, start + num_own)], 20)
+        for start, num_own in ((30, 10), (40, 9), (49, 1), (50, 1))
+    ]
+    whole, similar, short = attention_batches([owner, *siblings])
+    assert whole.queries_SQ is None and whole.keys_ST.shape == (1, 30)
+    assert similar.queries_SQ is not None and similar.queries_SQ[1].tolist() == [*range(40, 49), 48]
+    assert similar.positions_SQ is not None and similar.positions_SQ[0].tolist() == [*range(20, 30)]
+    assert similar.num_queries == 30 and similar.num_keys == 90
+    assert short.num_queries == 1 and short.num_keys == 21
+
+
+def test_a_long_sequence_takes_no_mask() -> None:
+    long = PassSequence(np.arange(MAX_MASKED + 1), 100)
+    assert attention_batches([long])[0].queries_SQ is None
+    assert attention_batches([PassSequence(np.arange(MAX_MASKED), 100)])[0].num_queries == (
+        MAX_MASKED - 100
+    )
 
 
 @pytest.mark.parametrize("make_base", [random_llama, random_qwen3])
@@ -252,5 +284,5 @@ def test_predicted_activations_are_close_to_what_autograd_keeps(make_base) -> No
     assert work is not None
     weights = {parameter.data_ptr() for parameter in base.model.parameters()}
     measured = sum(size for pointer, size in kept.items() if pointer not in weights)
-    predicted = trainer.cost.activation_bytes(work.num_tokens, work.num_tokens)
+    predicted = trainer.cost.activation_bytes(*[work.num_tokens] * 3)
     assert 0.7 < measured / predicted < 1.4
