@@ -689,13 +689,13 @@ class GroupSummary:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStats:
     """Where one engine worker's time went since it started; kinds are `decode`, `prefill`, `train`,
-    `publish` and `other`, the rest was idle."""
+    `score`, `publish` and `other`, the rest was idle."""
 
     name: str
     elapsed_s: float
     busy_s: Mapping[str, float]
     tokens: Mapping[str, int]
-    """Tokens processed by kind (decode: sampled; prefill: computed; train: packed)."""
+    """Tokens processed by kind (decode: sampled; prefill: computed; train, score: packed)."""
     num_decoding: int
     num_waiting: int
     """Sequences that wait for a place in the batch."""

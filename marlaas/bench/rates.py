@@ -25,7 +25,7 @@ POLICY = PolicyId("bench/rates")
 ROUNDS = 3
 """Repetitions of each kind; the best one counts."""
 
-KINDS: tuple[str, ...] = ("decode", "prefill", "train")
+KINDS: tuple[str, ...] = ("decode", "prefill", "train", "score")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ async def measure_rates(workers: Sequence[LocalWorker], shape: Shape) -> dict[st
     await asyncio.gather(*(worker.create(POLICY, AdapterSpec()) for worker in workers))
     best = dict.fromkeys(KINDS, 0.0)
     for round_ in range(ROUNDS):
-        for kind, work in (("prefill", _prefill), ("decode", _decode), ("train", _train)):
+        for kind, work in _WORK.items():
             before = await _stats(workers)
             await asyncio.gather(*(work(worker, shape, round_) for worker in workers))
             after = await _stats(workers)
@@ -95,6 +95,13 @@ async def _sample(
 async def _train(worker: LocalWorker, shape: Shape, round_: int) -> None:
     data = [_datum(shape, idx) for idx in range(48)]
     await worker.forward_backward(POLICY, data, Objective(name="dppo_tis"))
+
+
+async def _score(worker: LocalWorker, shape: Shape, round_: int) -> None:
+    await worker.forward(POLICY, 0, [_datum(shape, idx) for idx in range(48)])
+
+
+_WORK = {"prefill": _prefill, "decode": _decode, "train": _train, "score": _score}
 
 
 def _datum(shape: Shape, idx: int) -> Datum:

@@ -40,6 +40,7 @@ _WORK_STYLES = {
     "decode": "green",
     "prefill": "cyan",
     "train": "magenta",
+    "score": "bright_magenta",
     "publish": "yellow",
     "other": "blue",
     "idle": "bright_black",
@@ -47,6 +48,7 @@ _WORK_STYLES = {
 _STATE_STYLES = {
     JobState.QUEUED: "dim",
     JobState.RUNNING: "",
+    JobState.PAUSED: "cyan",
     JobState.DONE: "green",
     JobState.HELD: "yellow",
     JobState.FAILED: "red",

@@ -251,13 +251,15 @@ class LoraTrainer:
         if not chunks:
             return [], None
         packed = pack(chunks, is_exact=self._is_exact)
-        if packed.chunks[0].submission.is_training:
+        is_training = packed.chunks[0].submission.is_training
+        if is_training:
             states = [self._states[chunk.submission.key] for chunk in packed.chunks]
             outputs = self._runner.train(packed, states)
         else:
             outputs = self._runner.score(packed)
         num_tokens = sum(segment.length for segment in packed.segments[: len(chunks)])
-        return self._collect(packed, outputs), Work("train", num_tokens)
+        kind = "train" if is_training else "score"
+        return self._collect(packed, outputs), Work(kind, num_tokens)
 
     def _collect(
         self, packed: PackedPass, outputs: list[DatumOutput]

@@ -53,5 +53,5 @@ class Work:
     """What one quantum of engine work did, for accounting: tokens of one kind."""
 
     kind: str
-    """`decode`, `prefill` or `train`."""
+    """`decode`, `prefill`, `train` or `score`."""
     num_tokens: int

@@ -38,7 +38,8 @@ MAX_CALL_TOKENS = 16_384
 """Tokens of one `forward_backward` call: bounds a message; the worker cuts micro-batches itself."""
 
 NUM_RESCORED = 2
-"""Trajectories of a step that are scored again for the gap: about 3 % of a step's forward work."""
+"""Trajectories of a step whose gap is known at least. Those that the trained version itself sampled
+are measured for nothing, by the training pass; others are scored again, if there are too few."""
 
 ZERO_VARIANCE = "zero_variance"
 
@@ -48,6 +49,8 @@ class Batch:
     """What a step trains on, and why it leaves out the rest."""
 
     data: list[Datum]
+    trajectories: list[Trajectory]
+    """What each datum was made from."""
     dropped: Mapping[int, str]
     """Group index -> reason."""
 
@@ -80,9 +83,14 @@ async def train(
     version, policy_id = policy.version, spec.policy_id
     batch = make_batch(groups, spec, algorithm)
     accumulating = asyncio.create_task(_accumulate(policy, spec, algorithm, batch.data))
-    rescoring = asyncio.create_task(measure_gap(policy, spec, groups))
+    is_fresh = [_is_of(trajectory, version) for trajectory in batch.trajectories]
+    num_missing = NUM_RESCORED - sum(is_fresh)
+    rescoring = asyncio.create_task(measure_gap(policy, spec, groups, num_missing))
     await all_or_none([accumulating, rescoring])
     (data, outputs), gaps = accumulating.result(), rescoring.result()
+    for datum, output, fresh in zip(data, outputs, is_fresh, strict=True):
+        if fresh:
+            gaps += _gaps(output.logprobs, datum.sampling_logprobs, datum.weights != 0)
     if gaps and not np.max(gaps) <= gap_bound:  # NaN is past every bound
         raise PolicyDiverged(
             f"gap {np.max(gaps):.2e} is past its bound {gap_bound:.0e}: sampling and training "
@@ -143,18 +151,20 @@ def make_batch(groups: Sequence[Group], spec: JobSpec, algorithm: Algorithm) -> 
         else:
             kept += zip(judged, algorithm.advantage(reward_n).tolist(), strict=True)
     if not kept:
-        return Batch(data=[], dropped=dropped)
+        return Batch(data=[], trajectories=[], dropped=dropped)
     length_N = np.array([int(trajectory.loss_mask.sum()) for trajectory, _ in kept])
     weight_N = algorithm.normaliser(length_N, spec.max_tokens)
     data = [
         _datum(trajectory, advantage, weight, spec.temperature)
         for (trajectory, advantage), weight in zip(kept, weight_N.tolist(), strict=True)
     ]
-    return Batch(data=data, dropped=dropped)
+    return Batch(data=data, trajectories=[one for one, _ in kept], dropped=dropped)
 
 
-async def measure_gap(policy: Policy, spec: JobSpec, groups: Sequence[Group]) -> list[float]:
-    """Score a few of the step's trajectories again, each under the version that sampled it.
+async def measure_gap(
+    policy: Policy, spec: JobSpec, groups: Sequence[Group], num_wanted: int
+) -> list[float]:
+    """Score some of the step's trajectories again, each under the version that sampled it.
 
     Returns |train - sampling logprob| per token. Trajectories that saw several versions, or whose
     version is not live any more, cannot be compared and are left out.
@@ -165,10 +175,10 @@ async def measure_gap(policy: Policy, spec: JobSpec, groups: Sequence[Group]) ->
         for trajectory in group.trajectories
         if _one_version(trajectory) and policy.is_live(trajectory.turns[0].version)
     ]
-    if not candidates:
+    if not candidates or num_wanted <= 0:
         return []
     rng = runtime.rng("gap", spec.seed, policy.version)
-    picks = rng.choice(len(candidates), size=min(NUM_RESCORED, len(candidates)), replace=False)
+    picks = rng.choice(len(candidates), size=min(num_wanted, len(candidates)), replace=False)
     by_version: dict[int, list[Trajectory]] = {}
     for pick in sorted(picks):
         trajectory = candidates[pick]
@@ -178,9 +188,18 @@ async def measure_gap(policy: Policy, spec: JobSpec, groups: Sequence[Group]) ->
         data = [_datum(trajectory, 0.0, 1.0, spec.temperature) for trajectory in chosen]
         outputs = await policy.trainer.forward(spec.policy_id, version, data)
         for trajectory, output in zip(chosen, outputs, strict=True):
-            difference = np.abs(output.logprobs - trajectory.sampling_logprobs)
-            gaps += difference[trajectory.loss_mask].tolist()
+            sampled = trajectory.sampling_logprobs
+            gaps += _gaps(output.logprobs, sampled, trajectory.loss_mask)
     return gaps
+
+
+def _gaps(trained: np.ndarray, sampled: np.ndarray, where: np.ndarray) -> list[float]:
+    return np.abs(trained - sampled)[where].tolist()
+
+
+def _is_of(trajectory: Trajectory, version: int) -> bool:
+    """Return whether one version, and this one, sampled all of a trajectory."""
+    return _one_version(trajectory) and trajectory.turns[0].version == version
 
 
 def _datum(trajectory: Trajectory, advantage: float, weight: float, temperature: float) -> Datum:

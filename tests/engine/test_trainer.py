@@ -30,7 +30,7 @@ def run_all(trainer: LoraTrainer) -> dict:
     finished = {}
     while trainer.has_work:
         done, work = trainer.step()
-        assert work is not None and work.kind == "train"
+        assert work is not None and work.kind in ("train", "score")
         finished |= dict(done)
     return finished
 

@@ -1,18 +1,21 @@
 """What a step trains on, with which weights, and what its row of metrics says."""
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from marlaas.errors import PolicyDiverged
 from marlaas.loop import metrics
 from marlaas.loop.algorithms import resolve
-from marlaas.loop.training import MAX_CALL_TOKENS, Batch, _chunks, make_batch
+from marlaas.loop.training import MAX_CALL_TOKENS, Batch, _chunks, make_batch, train
 from marlaas.types import (
     Datum,
     DatumOutput,
     Group,
     JobSpec,
+    StepResult,
     StopReason,
     Trajectory,
     TrajectoryEnd,
@@ -94,7 +97,9 @@ def test_a_group_that_failed_names_its_most_frequent_failure() -> None:
     ends = [TrajectoryEnd.SANDBOX_LOST, TrajectoryEnd.TOOL_TIMEOUT, TrajectoryEnd.TOOL_TIMEOUT]
     failed = group(3, *(trajectory(i, 0.0, end=end) for i, end in enumerate(ends)))
     for preset in ("dppo_tis", "grpo"):
-        assert batch_of(preset, failed) == Batch(data=[], dropped={3: "tool_timeout"})
+        assert batch_of(preset, failed) == Batch(
+            data=[], trajectories=[], dropped={3: "tool_timeout"}
+        )
 
 
 def test_one_normaliser_spans_all_groups_of_the_step() -> None:
@@ -162,3 +167,74 @@ def test_one_broken_token_does_not_overflow_the_row() -> None:
     output = DatumOutput(logprobs=datum.sampling_logprobs + np.float32(1e4), loss=0.0)
     row = metrics.of_outputs([datum], [output])
     assert np.isfinite(row["k3"]) and row["log_ratio_max"] == pytest.approx(1e4)
+
+
+class EchoTrainer:
+    """Answers every datum with its sampling logprobs, `gap` off; remembers what it scored again."""
+
+    def __init__(self, gap: float) -> None:
+        self.gap = gap
+        self.scored: list[int] = []
+        """Version of each trajectory that was scored again."""
+
+    async def forward_backward(self, policy_id, data, objective) -> list[DatumOutput]:
+        return [DatumOutput(logprobs=d.sampling_logprobs + self.gap, loss=0.0) for d in data]
+
+    async def forward(self, policy_id, version, data) -> list[DatumOutput]:
+        self.scored += [version] * len(data)
+        return [DatumOutput(logprobs=d.sampling_logprobs + 2 * self.gap, loss=0.0) for d in data]
+
+    async def optim_step(self, policy_id, adam, snapshot=None) -> StepResult:
+        return StepResult(version=8, grad_norm=1.0, adapter_hash="h")
+
+
+class PolicyAt7:
+    """Version 7, of which 5 and later are live."""
+
+    version = 7
+
+    def __init__(self, trainer: EchoTrainer) -> None:
+        self.trainer = trainer
+
+    def is_live(self, version: int) -> bool:
+        return version >= 5
+
+    def snapshot_path(self, version: int) -> str:
+        return f"state-{version}"
+
+
+def step_on(versions: list[int], gap: float = 1e-5) -> tuple[EchoTrainer, dict[str, float]]:
+    """Train on one group whose trajectories come from the given versions."""
+    trainer = EchoTrainer(gap)
+    members = [trajectory(idx, idx % 2, version=version) for idx, version in enumerate(versions)]
+    outcome = asyncio.run(
+        train(
+            PolicyAt7(trainer),  # type: ignore[arg-type]
+            SPEC,
+            resolve({"preset": "grpo"}),
+            [group(0, *members)],
+            gap_bound=1e-3,
+        )
+    )
+    return trainer, dict(outcome.metrics)
+
+
+def test_the_training_pass_itself_measures_the_gap_of_fresh_trajectories() -> None:
+    trainer, row = step_on([7, 7, 5, 5])
+    assert trainer.scored == []
+    assert row["gap_max"] == pytest.approx(1e-5, rel=0.1)
+
+
+def test_old_trajectories_are_scored_again_under_their_own_version() -> None:
+    trainer, row = step_on([6, 5, 6, 4])
+    assert len(trainer.scored) == 2 and set(trainer.scored) <= {5, 6}, "4 is not live any more"
+    assert row["gap_max"] == pytest.approx(2e-5, rel=0.1)
+    assert len(step_on([7, 5, 5, 5])[0].scored) == 1, "one more is missing"
+
+
+def test_a_gap_past_its_bound_stops_the_job_wherever_it_was_measured() -> None:
+    for versions in ([7, 7], [6, 6]):
+        with pytest.raises(PolicyDiverged, match="gap"):
+            step_on(versions, gap=1e-2)
+        with pytest.raises(PolicyDiverged, match="gap"):
+            step_on(versions, gap=float("nan"))
