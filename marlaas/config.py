@@ -50,6 +50,8 @@ class EngineSettings:
     """Tokens of one fused training pass."""
     is_exact: bool = False
     """Every result is independent of neighbours, bit for bit (seeded jobs need it)."""
+    is_prepacked: bool = False
+    """Keep copies of the base's weights for faster products, if they turn out faster here."""
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables to start the worker with, set before torch is loaded."""
@@ -69,6 +71,7 @@ def resolve(
     base_folder: str,
     max_context: int,
     kv_bytes_per_token: int,
+    base_bytes: int,
     is_exact: bool = False,
 ) -> list[EngineSettings]:
     """Return the settings of every engine worker of a run.
@@ -98,6 +101,7 @@ def resolve(
             train_budget_tokens=1024 if is_small else 256,
             max_context=max_context,
             is_exact=is_exact,
+            is_prepacked=not is_exact and _has_room_to_prepack(base_bytes, num_workers),
         )
         for idx in range(num_workers)
     ]
@@ -112,6 +116,16 @@ SMALL_KV_BYTES = 8192
 """A base whose KV takes at most this much a token is small. A decode step is then mostly overhead,
 which a batch of 128 halves against one of 64, and a training pass of 1,024 tokens takes about 0.1 s
 on a core. On a larger base 256 tokens are a second or more already, and fuse as well."""
+
+
+PREPACK_MEMORY_SHARE = 0.25
+"""Share of the machine's memory that all workers' copies of the weights may take together: each has
+one for forward and one for backward products."""
+
+
+def _has_room_to_prepack(base_bytes: int, num_workers: int) -> bool:
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 2 * base_bytes * num_workers <= PREPACK_MEMORY_SHARE * memory_bytes
 
 
 def _kv_capacity(kv_bytes_per_token: int, num_workers: int) -> int:

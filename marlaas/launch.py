@@ -19,7 +19,7 @@ from marlaas.envs.catalog import make_family
 from marlaas.errors import InvalidRequest
 from marlaas.loop.controller import Controller, Mode
 from marlaas.store.db import Store
-from marlaas.text.bases import ensure_base
+from marlaas.text.bases import ensure_base, num_weights
 from marlaas.text.chat import ChatTokenizer
 from marlaas.types import (
     GenerateRequest,
@@ -140,6 +140,7 @@ def engine_settings(run: RunSettings, base: str, *, is_exact: bool = False) -> l
         base_folder=str(folder),
         max_context=config["max_position_embeddings"],
         kv_bytes_per_token=2 * 4 * config["num_hidden_layers"] * kv_width,
+        base_bytes=4 * num_weights(folder),
         is_exact=is_exact,
     )
 

@@ -346,8 +346,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _base(name: str, *, is_quick: bool) -> BaseModel:
     if name == "tiny":
-        return load_base(packaged_folder("tiny"))
-    return smollm2_shaped(QUICK_LAYERS if is_quick else SMOLLM2_LAYERS)
+        base = load_base(packaged_folder("tiny"))
+    else:
+        base = smollm2_shaped(QUICK_LAYERS if is_quick else SMOLLM2_LAYERS)
+    base.prepack()
+    return base
 
 
 # ---------------------------------------------------------------------------------------------

@@ -158,9 +158,9 @@ class HeadPass:
         num_missing = EXACT_MIN_ROWS - hidden_mD.shape[0] if self.is_exact else 0
         if num_missing > 0:
             padded = F.pad(hidden_mD, (0, 0, 0, num_missing))
-            z_mV = F.linear(padded, self.head.weight, self.head.bias)[: hidden_mD.shape[0]]
+            z_mV = self.head.product(padded)[: hidden_mD.shape[0]]
         else:
-            z_mV = F.linear(hidden_mD, self.head.weight, self.head.bias)
+            z_mV = self.head.product(hidden_mD)
         batch = self._adapters(chunk)
         inners = [] if batch is None else lora_forward(z_mV, hidden_mD, self.head.shape, batch)
         z_mV = z_mV.to(torch.promote_types(z_mV.dtype, torch.float32))
@@ -216,8 +216,8 @@ class HeadPass:
     def _project_back(self, dz_mV: Tensor) -> Tensor:
         num_missing = EXACT_MIN_ROWS - dz_mV.shape[0] if self.is_exact else 0
         if num_missing <= 0:
-            return dz_mV @ self.head.weight
-        return (F.pad(dz_mV, (0, 0, 0, num_missing)) @ self.head.weight)[: dz_mV.shape[0]]
+            return self.head.back(dz_mV)
+        return self.head.back(F.pad(dz_mV, (0, 0, 0, num_missing)))[: dz_mV.shape[0]]
 
 
 @dataclass(frozen=True, slots=True)

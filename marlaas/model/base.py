@@ -71,12 +71,17 @@ class BaseModel:
             if group in self.unsupported_targets
         ]
 
+    def prepack(self) -> bool:
+        """Keep packed copies of the weights for fast products, where those pay; say if they do."""
+        return lora.prepack(self.model)
+
     def check_exact(self) -> None:
         """Raise `UnsupportedFeature` if company can change bits of a result on this base.
 
         A mixture of experts multiplies the tokens of all sequences that chose an expert at once,
         and products with fewer than `EXACT_MIN_ROWS` rows have bits of their own.
         """
+        assert self.head.packed is None, "exact mode needs plain products"
         if any(name.endswith(".experts") for name, _ in self.model.named_modules()):
             raise UnsupportedFeature(
                 f"base {self.name} has experts, whose results depend on who else computes, in the "

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from marlaas.errors import CapacityExceeded
 from marlaas.model.lora_decode import AdapterRow, DecodePart, DecodeTables
+from marlaas.model.prepack import MIN_ROWS, PackedWeight, should_prepack
 from marlaas.runtime import derive_seed
 from marlaas.types import RANK_BUCKETS, TARGET_GROUPS
 
@@ -656,7 +657,7 @@ class _MultiLoraFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_ND, anchor, linear, batch):
-        y_NO = F.linear(x_ND, linear.weight, linear.bias)
+        y_NO = linear.product(x_ND)
         inners = lora_forward(y_NO, x_ND, linear.shape, batch)
         ctx.linear, ctx.batch = linear, batch
         ctx.save_for_backward(x_ND, *inners)
@@ -666,7 +667,7 @@ class _MultiLoraFunction(torch.autograd.Function):
     def backward(ctx, grad_y_NO):  # type: ignore[override]
         x_ND, *inners = ctx.saved_tensors
         grad_y_NO = grad_y_NO.contiguous()
-        grad_x_ND = grad_y_NO @ ctx.linear.weight if ctx.needs_input_grad[0] else None
+        grad_x_ND = ctx.linear.back(grad_y_NO) if ctx.needs_input_grad[0] else None
         lora_backward(grad_y_NO, x_ND, inners, grad_x_ND, ctx.linear.shape, ctx.batch)
         return grad_x_ND, None, None, None
 
@@ -677,6 +678,7 @@ class MultiLoraLinear(nn.Linear):
     shape: ModuleShape
     kind: str
     bank: AdapterBank
+    packed: PackedWeight | None = None
 
     @classmethod
     def replace(cls, linear: nn.Linear, name: str, bank: AdapterBank) -> "MultiLoraLinear":
@@ -690,16 +692,30 @@ class MultiLoraLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         batch = self.bank.batch
-        if batch is None or self.kind not in batch.kinds:
-            return F.linear(x, self.weight, self.bias)
         x_ND = x.flatten(0, -2)
+        if batch is None or self.kind not in batch.kinds:
+            if torch.is_grad_enabled() and x.requires_grad:
+                return F.linear(x, self.weight, self.bias)
+            return self.product(x_ND).view(*x.shape[:-1], -1)
         assert x_ND.shape[0] == batch.num_tokens, "the active batch describes another pass"
         if torch.is_grad_enabled():
             y_NO = _MultiLoraFunction.apply(x_ND, self.bank.anchor, self, batch)
         else:
-            y_NO = F.linear(x_ND, self.weight, self.bias)
+            y_NO = self.product(x_ND)
             lora_forward(y_NO, x_ND, self.shape, batch)
         return y_NO.view(*x.shape[:-1], -1)
+
+    def product(self, x_ND: Tensor) -> Tensor:
+        """Return the base's output [N, O] alone; no gradient is recorded."""
+        if self.packed is not None and x_ND.shape[0] >= MIN_ROWS:
+            return self.packed.product(x_ND, self.bias)
+        return F.linear(x_ND, self.weight, self.bias)
+
+    def back(self, grad_NO: Tensor) -> Tensor:
+        """Return the gradient [N, D] that the base's product sends to its input."""
+        if self.packed is not None and grad_NO.shape[0] >= MIN_ROWS:
+            return self.packed.back(grad_NO)
+        return grad_NO @ self.weight
 
 
 def target_shapes(model: nn.Module) -> list[ModuleShape]:
@@ -722,6 +738,16 @@ def install(model: nn.Module, bank: AdapterBank) -> None:
         linear = parent.get_submodule(child_name)
         assert isinstance(linear, nn.Linear), f"{shape.name} is no linear"
         setattr(parent, child_name, MultiLoraLinear.replace(linear, shape.name, bank))
+
+
+def prepack(model: nn.Module) -> bool:
+    """Let a frozen model's multi-LoRA linears keep packed copies, if those pay; say if they do."""
+    linears = [module for module in model.modules() if isinstance(module, MultiLoraLinear)]
+    if not should_prepack(linears):
+        return False
+    for linear in linears:
+        linear.packed = PackedWeight(linear.weight)
+    return True
 
 
 def init_adapter(layout: RowLayout, *, rank: int, kinds: frozenset[str], seed: int) -> Tensor:

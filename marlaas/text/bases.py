@@ -1,12 +1,15 @@
 """Where the base models that a name may stand for lie on this machine."""
 
 import hashlib
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
+
+from safetensors import safe_open
 
 from marlaas.errors import InvalidRequest
 
@@ -89,3 +92,14 @@ def ensure_base(name_or_path: str | Path) -> Path:
         if done.returncode:
             raise InvalidRequest(done.stderr.strip().rpartition("\n")[2])
     return resolve_base(name)
+
+
+def num_weights(folder: Path) -> int:
+    """Return how many numbers the weight files of a base hold, by their headers or their size."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    if total:
+        return total
+    return sum(path.stat().st_size for path in folder.glob("*.bin")) // 2

@@ -35,6 +35,8 @@ def build_host(settings: EngineSettings) -> tuple[EngineHost, dict[str, float]]:
     base = load_base(
         settings.base_folder, dtype=getattr(torch, settings.dtype), device=settings.device
     )
+    if settings.is_prepacked:
+        base.prepack()
     deviations = check_base(base)
     tokenizer = ChatTokenizer.load(settings.base_folder)
     generator = BatchGenerator(
