@@ -10,6 +10,8 @@ alone: it imports nothing of this package, so that a worker can use it without t
 - Decoded arrays own aligned, writable memory: they outlive the message, and PyTorch takes them.
 """
 
+import struct
+import sys
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -20,6 +22,8 @@ T = TypeVar("T")
 
 _ARRAY = 1
 """MessagePack extension code of an array."""
+
+assert sys.byteorder == "little", "arrays travel as they lie in memory"
 
 _KINDS = frozenset("biuf")
 """dtype kinds that may travel: bool, signed, unsigned, float. Never objects."""
@@ -51,22 +55,32 @@ def _encode_other(value: object) -> object:
 
 def _array_bytes(array: np.ndarray) -> bytes:
     """Return `itemsize kind ndim shape... data`: a short header, then the bytes of the array."""
-    little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
-    shape = np.asarray(array.shape, dtype="<u8").tobytes()
-    header = bytes((array.dtype.itemsize, ord(array.dtype.kind), array.ndim))
-    return b"".join((header, shape, little.tobytes()))
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return _array_header(array.dtype, array.shape) + array.tobytes()
+
+
+@lru_cache(maxsize=4096)
+def _array_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    head = bytes((dtype.itemsize, ord(dtype.kind), len(shape)))
+    return head + struct.pack(f"<{len(shape)}Q", *shape)
 
 
 def _decode_extension(code: int, data: memoryview) -> np.ndarray:
     if code != _ARRAY:
         raise msgspec.ValidationError(f"unknown extension {code}")
-    itemsize, kind, ndim = data[0], chr(data[1]), data[2]
-    if kind not in _KINDS:
-        raise msgspec.ValidationError(f"unknown array kind {kind!r}")
-    start = 3 + 8 * ndim
-    shape = np.frombuffer(data[3:start], dtype="<u8").astype(int)
-    flat = np.frombuffer(data[start:], dtype=np.dtype(f"<{kind}{itemsize}"))
-    return flat.reshape(shape).copy()
+    itemsize, kind, ndim = data[0], data[1], data[2]
+    flat = np.frombuffer(data, _dtype(itemsize, kind), offset=3 + 8 * ndim)
+    if ndim != 1:
+        flat = flat.reshape(struct.unpack_from(f"<{ndim}Q", data, 3))
+    return flat.copy()
+
+
+@lru_cache(maxsize=64)
+def _dtype(itemsize: int, kind: int) -> np.dtype:
+    if chr(kind) not in _KINDS:
+        raise msgspec.ValidationError(f"unknown array kind {chr(kind)!r}")
+    return np.dtype(f"<{chr(kind)}{itemsize}")
 
 
 def _decode_other(type_: type, value: object) -> object:

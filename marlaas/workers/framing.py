@@ -13,12 +13,13 @@ class FrameReader:
         """Add bytes; return the (call id, message) of every frame that is now whole."""
         self._buffer += chunk
         frames, start = [], 0
-        while len(self._buffer) - start >= m.HEADER_BYTES:
-            body_start = start + m.HEADER_BYTES
-            length, call_id, type_ = m.unpack_header(self._buffer[start:body_start])
-            if len(self._buffer) < body_start + length:
-                break
-            start = body_start + length
-            frames.append((call_id, m.unpack_body(type_, bytes(self._buffer[body_start:start]))))
+        with memoryview(self._buffer) as data:
+            while len(data) - start >= m.HEADER_BYTES:
+                body_start = start + m.HEADER_BYTES
+                length, call_id, type_ = m.unpack_header(data, start)
+                if len(data) < body_start + length:
+                    break
+                start = body_start + length
+                frames.append((call_id, m.unpack_body(type_, data[body_start:start])))
         del self._buffer[:start]
         return frames

@@ -238,10 +238,9 @@ class EngineHost:
                 self._finish_sequence(result)
         return m.ReplyNone()
 
-    def _release(self, call_id: int, message: m.Release) -> m.Reply:
+    def _release(self, call_id: int, message: m.Release) -> None:
         for sequence_id in message.sequence_ids:
             self.generator.release(sequence_id)
-        return m.ReplyNone()
 
     # Policies and versions -----------------------------------------------------------------
 

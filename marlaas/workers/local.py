@@ -11,8 +11,8 @@ import itertools
 import os
 import socket
 import sys
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 from marlaas import errors
 from marlaas.config import EngineSettings
@@ -36,7 +36,6 @@ from marlaas.workers.framing import FrameReader
 
 R = TypeVar("R")
 
-READ_BYTES = 1 << 20
 SHUTDOWN_TIMEOUT_S = 5.0
 
 
@@ -63,8 +62,7 @@ class LocalWorker:
         """Set while there is no process that could answer."""
         self.lost.set()
         self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
         self._calls: dict[int, asyncio.Future[m.Reply]] = {}
         self._ids = itertools.count(1)
         self._capabilities = Capabilities(max_context=settings.max_context)
@@ -109,11 +107,12 @@ class LocalWorker:
                 env={**os.environ, **self.settings.environment()},
                 pass_fds=[theirs.fileno()],
             )
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        blob = encode(self.settings)
-        self._writer.write(len(blob).to_bytes(4, "little") + blob)
         ready = self._expect(0)
-        self._reading = asyncio.create_task(self._read(reader), name=f"read {self.name}")
+        _, self._connection = await asyncio.get_running_loop().create_connection(
+            lambda: Connection(self._take, self._end_calls), sock=ours
+        )
+        blob = encode(self.settings)
+        self._connection.send(len(blob).to_bytes(4, "little") + blob)
         reply = _checked(await ready, m.ReplyReady)
         self.self_check = dict(reply.self_check)
         self.incarnation += 1
@@ -147,15 +146,15 @@ class LocalWorker:
         if not self.lost.is_set():
             with contextlib.suppress(WorkerLost, TimeoutError):
                 await asyncio.wait_for(self._call(m.Shutdown()), SHUTDOWN_TIMEOUT_S)
-        if self._writer is not None:
-            self._writer.close()
+        if self._connection is not None:
+            self._connection.close()
         try:
             await asyncio.wait_for(self._process.wait(), SHUTDOWN_TIMEOUT_S)
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
-        if self._reading is not None:
-            await self._reading
+        if self._connection is not None:
+            await self._connection.ended.wait()
         self._process = None
 
     # Generator -----------------------------------------------------------------------------
@@ -170,7 +169,8 @@ class LocalWorker:
         return _checked(reply, m.ReplyCompletion).completion
 
     async def release(self, sequence_ids: Sequence[str]) -> None:
-        await self._done(m.Release(sequence_ids))
+        if not self.lost.is_set():  # with the process its memory went, too
+            self._send(next(self._ids), m.Release(sequence_ids))
 
     # Trainer -------------------------------------------------------------------------------
 
@@ -252,23 +252,66 @@ class LocalWorker:
         return future
 
     def _send(self, call_id: int, message: m.Call) -> None:
-        assert self._writer is not None
-        self._writer.write(m.pack(call_id, message))
+        assert self._connection is not None
+        self._connection.send(m.pack(call_id, message))
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Hand every reply to its waiting call; at the end fail those that are left."""
-        frames = FrameReader()
-        with contextlib.suppress(ConnectionError):
-            while chunk := await reader.read(READ_BYTES):
-                for call_id, reply in frames.feed(chunk):
-                    future = self._calls.pop(call_id, None)
-                    if future is not None and not future.done():
-                        future.set_result(reply)  # type: ignore[arg-type]
+    def _take(self, call_id: int, reply: m.Call | m.Reply) -> None:
+        """Hand a reply to its waiting call."""
+        future = self._calls.pop(call_id, None)
+        if future is not None and not future.done():
+            future.set_result(reply)  # type: ignore[arg-type]
+
+    def _end_calls(self) -> None:
+        """Nobody is there any more: fail the calls that are left."""
         self.lost.set()
         calls, self._calls = self._calls, {}
         for future in calls.values():
             if not future.done():
                 future.set_exception(WorkerLost(f"the process of {self.name} has ended"))
+
+
+class Connection(asyncio.Protocol):
+    """The server's end of a worker's socket: `connected -> (send, on_message)* -> ended`.
+
+    What is sent within one turn of the event loop leaves in one write: a group's sequences, say,
+    which the worker then finds all at once, too.
+    """
+
+    def __init__(
+        self, on_message: Callable[[int, m.Call | m.Reply], None], on_end: Callable[[], None]
+    ) -> None:
+        self.ended = asyncio.Event()
+        self._on_message = on_message
+        self._on_end = on_end
+        self._frames = FrameReader()
+        self._outbox: list[bytes] = []
+        self._transport: asyncio.Transport | None = None
+
+    def send(self, frame: bytes) -> None:
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(frame)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._flush()
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        for call_id, message in self._frames.feed(data):
+            self._on_message(call_id, message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_end()
+        self.ended.set()
+
+    def _flush(self) -> None:
+        frames, self._outbox = self._outbox, []
+        if frames and self._transport is not None:
+            self._transport.write(b"".join(frames))
 
 
 def _checked(reply: m.Reply, expected: type[R]) -> R:

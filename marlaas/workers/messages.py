@@ -2,8 +2,9 @@
 
     frame = length u32 | call id u32 | message number u8 | MessagePack body (store/codec)
 
-Every call is answered by exactly one `Reply...` with the same call id, in any order. The socket is
-private to parent and child; nothing in a frame chooses what is constructed but the numbers below.
+Every call is answered by exactly one `Reply...` with the same call id, in any order; `Release` alone,
+which nobody waits for, by none. The socket is private to parent and child; nothing in a frame
+chooses what is constructed but the numbers below.
 """
 
 import struct
@@ -233,9 +234,9 @@ def pack(call_id: int, message: Call | Reply) -> bytes:
     return _HEADER.pack(len(body), call_id, _NUMBERS[type(message)]) + body
 
 
-def unpack_header(header: bytes | bytearray | memoryview) -> tuple[int, int, type]:
-    """Return body length, call id and message type of a frame that begins with `header`."""
-    length, call_id, number = _HEADER.unpack(header)
+def unpack_header(data: bytes | bytearray | memoryview, start: int = 0) -> tuple[int, int, type]:
+    """Return body length, call id and message type of the frame that begins at `data[start]`."""
+    length, call_id, number = _HEADER.unpack_from(data, start)
     return length, call_id, _TYPES[number]
 
 
