@@ -32,6 +32,7 @@ from marlaas.engine.types import SequenceRequest, SequenceResult, Work
 from marlaas.errors import CapacityExceeded, InvalidRequest, UnsupportedFeature
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import EXACT_MIN_ROWS, LoraBatch, Segment, Slot
+from marlaas.model.prepack import padded_rows
 from marlaas.types import StopReason
 
 _STOP_TAIL_TOKENS = 8
@@ -391,6 +392,8 @@ class BatchGenerator:
 
     def _num_missing(self, num_rows: int) -> int:
         """Return how many rows of padding a pass needs."""
+        if self.base.is_prepacked:
+            return padded_rows(num_rows) - num_rows
         return max(0, EXACT_MIN_ROWS - num_rows) if self.is_exact else 0
 
     def _lora_batch(self, segments: list[Segment], *, is_decode: bool = False) -> LoraBatch | None:

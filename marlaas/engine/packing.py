@@ -22,6 +22,7 @@ import numpy as np
 from marlaas.model.attention import AttentionBatch
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import Segment, Slot
+from marlaas.model.prepack import padded_rows
 from marlaas.types import Datum, Objective
 
 NO_PLACES = np.zeros(0, dtype=np.int64)
@@ -332,13 +333,13 @@ class PackedPass:
         return np.concatenate([getattr(datum, name)[scored] for datum, scored in pieces])
 
 
-def pack(chunks: Sequence[Chunk], *, is_exact: bool) -> PackedPass:
+def pack(chunks: Sequence[Chunk], *, is_exact: bool, is_prepacked: bool = False) -> PackedPass:
     """Lay the chunks of one pass out, those of one adapter and one rank next to each other.
 
     An exact pass is padded with a sequence of its own to a multiple of `VECTOR_ELEMENTS` tokens, so
     that no real element is ever in the odd tail of an array; this covers the least row count for
     bitwise equal matrix products, too. Sequences attend together with those of their own chunk only
-    then.
+    then. On a base with packed weights the padding is what their products ask for.
     """
     ordered = sorted(chunks, key=lambda chunk: chunk.submission.slot or Slot(0, -1))
     layouts, num_tokens = [], 0
@@ -353,6 +354,8 @@ def pack(chunks: Sequence[Chunk], *, is_exact: bool) -> PackedPass:
     ]
     sequences = [layout.sequences for layout in layouts]
     num_padding = -num_tokens % VECTOR_ELEMENTS if is_exact else 0
+    if is_prepacked:
+        num_padding = padded_rows(num_tokens) - num_tokens
     if num_padding:
         padding = np.arange(num_padding)
         tokens.append(np.zeros(num_padding, dtype=np.int64))

@@ -250,7 +250,7 @@ class LoraTrainer:
         chunks = self._queue.pop_pass()
         if not chunks:
             return [], None
-        packed = pack(chunks, is_exact=self._is_exact)
+        packed = pack(chunks, is_exact=self._is_exact, is_prepacked=self.base.is_prepacked)
         is_training = packed.chunks[0].submission.is_training
         if is_training:
             states = [self._states[chunk.submission.key] for chunk in packed.chunks]

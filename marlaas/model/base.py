@@ -57,6 +57,11 @@ class BaseModel:
         return self.head.weight.device
 
     @property
+    def is_prepacked(self) -> bool:
+        """Passes do best with `prepack.padded_rows` rows."""
+        return self.head.packed is not None
+
+    @property
     def supported_targets(self) -> tuple[str, ...]:
         """Keys of `TARGET_GROUPS` that adapters may have on this base."""
         return tuple(group for group in TARGET_GROUPS if group not in self.unsupported_targets)
@@ -81,7 +86,7 @@ class BaseModel:
         A mixture of experts multiplies the tokens of all sequences that chose an expert at once,
         and products with fewer than `EXACT_MIN_ROWS` rows have bits of their own.
         """
-        assert self.head.packed is None, "exact mode needs plain products"
+        assert not self.is_prepacked, "exact mode needs plain products"
         if any(name.endswith(".experts") for name, _ in self.model.named_modules()):
             raise UnsupportedFeature(
                 f"base {self.name} has experts, whose results depend on who else computes, in the "

@@ -136,7 +136,10 @@ class DecodePart:
         if layout is None:
             layout = self._layouts[kind] = self._layout(kind)
         a_table, b_table = self._weights[module.name]
-        x_bD = x_ND if layout.token_b is None else x_ND.index_select(0, layout.token_b)
+        if layout.token_b is None:
+            x_bD = x_ND[: layout.num_slices]
+        else:
+            x_bD = x_ND.index_select(0, layout.token_b)
         inner_bR = layout.bags_a(module.in_features).weighted_sums(a_table, x_bD)
         y_NO += layout.bags_b.weighted_sums(b_table, inner_bR)
         return inner_bR
@@ -165,9 +168,10 @@ class TokenLayout:
         num_slices = [len(places) for places in token_places]
         self._place_b = _int32([place for places in token_places for place in places])
         token_b = [token for token, num in enumerate(num_slices) for _ in range(num)]
-        is_everything = all(num == 1 for num in num_slices)
-        self.token_b = None if is_everything else torch.tensor(token_b)
-        """Token of each slice; None when every token has one."""
+        self.num_slices = len(token_b)
+        is_in_order = token_b == list(range(len(token_b)))
+        self.token_b = None if is_in_order else torch.tensor(token_b)
+        """Token of each slice; None when the first tokens, or all, have one each."""
         # Tokens without an adapter have empty bags, whose sum is zero.
         self.bags_b = Bags.of_slices(self._place_b, SLICE_RANK, num_slices)
         self._bags_a: dict[int, Bags] = {}

@@ -10,6 +10,8 @@ plain ones, by CPU and shape (see `docs/benchmarks.md`).
   lacks the operation, products stay plain.
 - Exact mode does without: its bits are those of plain products, whose rows are known not to
   influence each other.
+- oneDNN makes and keeps a kernel for every number of rows that it meets, which takes as long as the
+  product itself. Rows are therefore padded to few numbers, by whoever lays a pass out or else here.
 
 Shape suffixes: N tokens, D input width, O output width.
 """
@@ -25,10 +27,19 @@ from marlaas.runtime import cpu_s
 MIN_ROWS = 8
 """With fewer rows a plain product is about as fast: reading the weight is all there is to it."""
 
+FINE_ROWS = 128
+"""Up to so many rows they are padded to a multiple of 8, beyond it to one of 32."""
+
 PROBE_ROWS = 64
 PROBE_ROUNDS = 7
 WORTHWHILE = 0.9
 """A packed product must take less than this part of a plain one's time."""
+
+
+def padded_rows(num_rows: int) -> int:
+    """Return how many rows a product of `num_rows` rows is made with."""
+    multiple = 8 if num_rows <= FINE_ROWS else 32
+    return -(-num_rows // multiple) * multiple
 
 
 class PackedWeight:
@@ -94,4 +105,9 @@ def _reorder(weight_OD: Tensor) -> Tensor:
 
 
 def _linear(x_ND: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x_ND, packed, bias_O, "none", [], "")
+    num_rows = x_ND.shape[0]
+    num_missing = padded_rows(num_rows) - num_rows
+    if num_missing:
+        x_ND = F.pad(x_ND, (0, 0, 0, num_missing))
+    y_NO = torch.ops.mkldnn._linear_pointwise(x_ND, packed, bias_O, "none", [], "")
+    return y_NO[:num_rows] if num_missing else y_NO

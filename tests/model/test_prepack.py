@@ -9,7 +9,7 @@ from marlaas.config import RunSettings, resolve
 from marlaas.engine.self_check import check_base
 from marlaas.engine.trainer import LoraTrainer
 from marlaas.model.lora import MultiLoraLinear
-from marlaas.model.prepack import MIN_ROWS, PackedWeight, is_available
+from marlaas.model.prepack import MIN_ROWS, PackedWeight, is_available, padded_rows
 from marlaas.types import AdapterSpec, Objective
 from tests.engine.data import host, random_group
 from tests.models import random_llama, random_qwen3
@@ -67,6 +67,13 @@ def test_gradients_through_packed_weights_are_those_of_plain_ones() -> None:
     plain, packed = gradients
     assert plain.abs().max() > 0
     torch.testing.assert_close(packed, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_are_padded_to_few_numbers() -> None:
+    """oneDNN keeps a kernel for each number of rows."""
+    padded = [padded_rows(num_rows) for num_rows in range(1, 1025)]
+    assert all(have >= need for need, have in enumerate(padded, 1))
+    assert len(set(padded)) == 16 + 28
 
 
 @needs_packing
