@@ -10,6 +10,7 @@
     |-- CapacityExceeded      over a limit of the machine (KV tokens, slots)
     |-- EnvironmentFailure    an environment or sandbox failed: typed data, never reward 0
     |-- WorkerLost            an engine process went away; its work is retried
+    |-- StoreUnavailable      the database or its disk cannot take the call; nothing is half-written
     `-- PolicyDiverged        one policy's update or gap is not to be trusted; that job is held
 
 A broken invariant is an `AssertionError` and ends the process; the store brings it back.
@@ -101,6 +102,15 @@ class WorkerLost(MarlaasError):
     """The engine process that held the work has ended."""
 
     code = "worker_lost"
+
+
+class StoreUnavailable(MarlaasError):
+    """The database or its disk refused: full, read-only, locked, lost or damaged.
+
+    Nothing of the call was written; once the cause is gone the same call may be made again.
+    """
+
+    code = "store_unavailable"
 
 
 class PolicyDiverged(MarlaasError):

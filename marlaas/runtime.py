@@ -48,6 +48,11 @@ def derive_seed(*labels: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def unguessable_bytes(num_bytes: int) -> bytes:
+    """Return random bytes that nobody can foresee, for keys; nothing that is computed uses them."""
+    return os.urandom(num_bytes)
+
+
 def rng(*labels: int | str) -> np.random.Generator:
     """Return a generator seeded by the labels: the same labels give the same stream."""
     return np.random.Generator(np.random.Philox(derive_seed(*labels)))

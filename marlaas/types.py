@@ -507,7 +507,13 @@ class JobState(StrEnum):
 
 JOB_MOVES: Mapping[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset(
-        {JobState.RUNNING, JobState.PAUSED, JobState.FAILED, JobState.CANCELLED}
+        {
+            JobState.RUNNING,
+            JobState.PAUSED,
+            JobState.HELD,
+            JobState.FAILED,
+            JobState.CANCELLED,
+        }
     ),
     JobState.RUNNING: frozenset(
         {
@@ -633,6 +639,9 @@ class EventKind(StrEnum):
     """`{"stage", "cause", "since_s"}`: something makes no progress, or goes on again."""
     LOG = "log"
     """`{"text"}`: what the tenant's own code printed or raised."""
+    DELETED = "deleted"
+    """`{"job"}`: a job was deleted. What its events said is gone; they are left as `{}`, without a
+    job, so that the numbers keep no gaps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -647,6 +656,22 @@ class Event:
     kind: EventKind
     data: Mapping[str, object]
     """JSON values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """One thing that somebody with a key did to tenants, keys or jobs of others."""
+
+    seq: int
+    at_s: float
+    """Since the epoch."""
+    actor: str
+    """Id of the key that was used."""
+    action: str
+    tenant_id: TenantId
+    """Whom it was done to; empty when nobody in particular."""
+    detail: object
+    """JSON value; never a secret."""
 
 
 class UploadKind(StrEnum):
@@ -681,9 +706,11 @@ class GroupSummary:
     version: int
     step: int | None
     num_trajectories: int
-    reward_mean: float
-    success_mean: float
+    reward_mean: float | None
+    """Over trajectories with a verdict; None where there is none."""
+    success_mean: float | None
     num_tokens: int
+    """Of all its trajectories, prompts included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@
 - A database that is locked, or a disk that hangs, holds up who waits for it and nobody else.
 - Calls keep the order in which they were made, so one that is awaited later sees earlier ones.
 - A cancelled caller still waits for its call: what was written is never in doubt.
+- Files that nobody needs any more are deleted on a second thread: a step does not wait for it.
 - Without a thread (simulation under virtual time) a call is made where it stands.
 """
 
@@ -26,6 +27,8 @@ class AsyncStore:
         self.store = store
         """For whoever has no event loop; never use it while calls may be under way."""
         self._thread = ThreadPoolExecutor(1, "store") if is_threaded else None
+        self._deleting = ThreadPoolExecutor(1, "store-files") if is_threaded else None
+        store.files.delete_on(self._deleting)
 
     async def call(
         self, function: Callable[Concatenate[Store, P], T], *args: P.args, **kwargs: P.kwargs
@@ -41,9 +44,12 @@ class AsyncStore:
             raise
 
     async def close(self) -> None:
-        """Wait for calls under way, then close the database."""
-        if self._thread is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self.store.close)
-            self._thread.shutdown()
-        else:
+        """Wait for calls and deletions under way, then close the database."""
+        if self._thread is None or self._deleting is None:
             self.store.close()
+            return
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, self.store.close)
+        await loop.run_in_executor(self._deleting, self.store.files.delete_on, None)
+        self._thread.shutdown()
+        self._deleting.shutdown()

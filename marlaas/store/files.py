@@ -1,21 +1,32 @@
-"""Where the files of a job lie. The store owns these paths; workers write what they point to.
+"""Where the files of jobs and uploads lie. The store owns these paths; workers write some of them.
 
     <root>/jobs/<tenant>/<job>/versions/v000012/state     training state, newest version only
     <root>/jobs/<tenant>/<job>/versions/v000012/adapter/  PEFT folder
+    <root>/uploads/<tenant>/<sha256>                      what the tenant uploaded
+    <root>/trash/                                         on its way out
 
-Writers write beside the target and rename, so a path either holds a whole file or nothing.
+- Writers write beside the target and rename, so a path either holds a whole file or nothing, and a
+  file never changes: a hard link to it is a copy.
+- Deleting comes after the commit that makes it right, and holds up nobody (`delete_on`). What a
+  kill leaves behind takes space and means nothing; it goes with the job, or at its next step.
 """
 
+import os
 import re
 import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from marlaas.errors import InvalidRequest
+from marlaas.errors import InvalidRequest, StoreUnavailable
 from marlaas.types import TenantId
 
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """What may name a folder: no separator, no leading dot, nothing a shell would expand."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def check_segment(what: str, name: str) -> str:
@@ -30,6 +41,11 @@ def check_segment(what: str, name: str) -> str:
             "letter or digit"
         )
     return name
+
+
+def is_digest(value: object) -> bool:
+    """Return whether a value is a sha256 in hex, as uploads are named."""
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +66,38 @@ class VersionFiles:
 
     def prepare(self) -> "VersionFiles":
         """Make the folder that the files go to."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         return self
 
-    def delete_state(self) -> None:
-        Path(self.state).unlink(missing_ok=True)
-        self._delete_if_empty()
+    def state_bytes(self) -> int:
+        """Return the size of the state file, 0 if there is none."""
+        try:
+            return os.stat(self.state).st_size
+        except FileNotFoundError:
+            return 0
 
-    def delete_adapter(self) -> None:
-        shutil.rmtree(self.adapter, ignore_errors=True)
-        self._delete_if_empty()
+    def adapter_bytes(self) -> int:
+        """Return the size of the adapter folder, 0 if there is none."""
+        try:
+            with os.scandir(self.adapter) as entries:
+                return sum(entry.stat().st_size for entry in entries)
+        except FileNotFoundError:
+            return 0
 
-    def _delete_if_empty(self) -> None:
-        if self.folder.is_dir() and not any(self.folder.iterdir()):
-            self.folder.rmdir()
 
-
-@dataclass(frozen=True, slots=True)
 class Files:
-    """Builds every path below the store's root."""
+    """Builds every path below the store's root, and deletes below it."""
 
-    root: Path
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._deleting: Executor | None = None
+
+    def make_root(self) -> None:
+        with disk_errors(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+
+    # Paths --------------------------------------------------------------------------------
 
     def job(self, tenant_id: TenantId, job: str) -> Path:
         """Folder of one job."""
@@ -80,3 +107,113 @@ class Files:
         """Files of one policy version; nothing is created."""
         assert version >= 0
         return VersionFiles(self.job(tenant_id, job) / "versions" / f"v{version:06d}")
+
+    def upload(self, tenant_id: TenantId, digest: str) -> Path:
+        """File of one upload."""
+        assert is_digest(digest)
+        return self.root / "uploads" / check_segment("tenant", tenant_id) / digest
+
+    # Writing ------------------------------------------------------------------------------
+
+    def write_upload(self, tenant_id: TenantId, digest: str, content: bytes) -> None:
+        """Write an upload's file, whole and on the disk, unless it is there."""
+        path = self.upload(tenant_id, digest)
+        partial = path.with_suffix(".partial")
+        with disk_errors(path):
+            if path.exists():
+                return
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(partial, "wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                partial.rename(path)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    # Deleting -----------------------------------------------------------------------------
+
+    def delete_on(self, executor: Executor | None) -> None:
+        """Delete on a thread from now on, or (None) within each call."""
+        self._deleting = executor
+
+    def delete_state(self, tenant_id: TenantId, job: str, version: int) -> None:
+        self._delete(_delete_state, self.version(tenant_id, job, version).folder)
+
+    def delete_states_before(self, tenant_id: TenantId, job: str, version: int) -> None:
+        """Delete every older state: of the step before, and what kills have left behind."""
+        folder = self.job(tenant_id, job) / "versions"
+        self._delete(_delete_states_before, folder, version)
+
+    def delete_adapter(self, tenant_id: TenantId, job: str, version: int) -> None:
+        self._delete(_delete_adapter, self.version(tenant_id, job, version).folder)
+
+    def delete_job(self, tenant_id: TenantId, job: str) -> None:
+        """Delete a job's folder. Its place is free at once."""
+        self._throw_away(self.job(tenant_id, job))
+
+    def delete_upload(self, tenant_id: TenantId, digest: str) -> None:
+        with suppress(OSError):
+            self.upload(tenant_id, digest).unlink()
+
+    def delete_tenant(self, tenant_id: TenantId) -> None:
+        check_segment("tenant", tenant_id)
+        for kind in ("jobs", "uploads"):
+            self._throw_away(self.root / kind / tenant_id)
+
+    def _throw_away(self, folder: Path) -> None:
+        trash = self.root / "trash"
+        with suppress(FileNotFoundError):
+            number = folder.stat().st_ino  # no two folders have the same one, in the trash either
+            trash.mkdir(exist_ok=True)
+            folder.rename(trash / str(number))
+            self._delete(_empty, trash)
+
+    def _delete(self, function: Callable[..., None], *values: object) -> None:
+        if self._deleting is None:
+            function(*values)
+        else:
+            self._deleting.submit(function, *values)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Say what the operating system refused as `StoreUnavailable`."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnavailable(f"{path}: {error.strerror or error}") from error
+
+
+# ---------------------------------------------------------------------------------------------
+# Deletions. One that fails leaves a file that no row names: nobody needs to hear of it.
+
+
+def _delete_state(folder: Path) -> None:
+    with suppress(OSError):
+        (folder / "state").unlink()
+    _delete_if_empty(folder)
+
+
+def _delete_states_before(versions: Path, newest: int) -> None:
+    with suppress(OSError):
+        for folder in versions.iterdir():
+            if int(folder.name.removeprefix("v")) < newest and (folder / "state").exists():
+                _delete_state(folder)
+
+
+def _delete_adapter(folder: Path) -> None:
+    shutil.rmtree(folder / "adapter", ignore_errors=True)
+    _delete_if_empty(folder)
+
+
+def _delete_if_empty(folder: Path) -> None:
+    with suppress(OSError):  # it is not empty, or gone
+        folder.rmdir()
+
+
+def _empty(trash: Path) -> None:
+    with suppress(OSError):
+        for folder in trash.iterdir():
+            shutil.rmtree(folder, ignore_errors=True)

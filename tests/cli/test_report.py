@@ -39,6 +39,7 @@ def fill_store(out: Path) -> None:
     store.commit_step(ACME, "sums", make_step(1, grad_norm=float("nan")), dropped={})
     store.commit_step(ACME, "sums", make_step(2), dropped={1: "zero_variance"})
     store.add_evaluation(ACME, "sums", make_eval(2, 0.75))
+    store.set_job_state(ACME, "sums", JobState.RUNNING)
     store.set_job_state(ACME, "sums", JobState.DONE)
     store.close()
 

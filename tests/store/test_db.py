@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy.exc import IntegrityError
 
 from marlaas.errors import Conflict, InvalidRequest, NotFound
 from marlaas.store.db import CROSS_TENANT, GroupState, Store
@@ -115,8 +116,8 @@ def test_committed_state_survives_a_kill(tmp_path: Path) -> None:
     first = Store(tmp_path)
     first.add_job(ACME, spec_of(ACME))
     with_finished(first, ACME, 0)
-    first._db.execute("BEGIN IMMEDIATE")
-    first._db.execute("UPDATE jobs SET step = 99")
+    first._connection.exec_driver_sql("BEGIN IMMEDIATE")
+    first._connection.exec_driver_sql("UPDATE jobs SET step = 99")
     second = sqlite3.connect(tmp_path / "store.db")  # a kill is a reader that never hears COMMIT
     assert second.execute("SELECT step FROM jobs").fetchone() == (0,)
     assert second.execute("SELECT state FROM groups").fetchone() == ("finished",)
@@ -124,10 +125,10 @@ def test_committed_state_survives_a_kill(tmp_path: Path) -> None:
 
 def test_impossible_states_are_refused_by_the_schema(store: Store) -> None:
     store.add_job(ACME, spec_of(ACME))
-    with pytest.raises(sqlite3.IntegrityError):
-        store._db.execute("UPDATE jobs SET state = 'asleep'")
-    with pytest.raises(sqlite3.IntegrityError):
-        store._db.execute(
+    with pytest.raises(IntegrityError):
+        store._connection.exec_driver_sql("UPDATE jobs SET state = 'asleep'")
+    with pytest.raises(IntegrityError):
+        store._connection.exec_driver_sql(
             "INSERT INTO groups (tenant_id, job, idx, state, version) "
             "VALUES ('acme', 'sums', 0, 'trained', 0)"
         )
@@ -139,6 +140,7 @@ def test_evaluations_and_states_come_back(store: Store) -> None:
         version=0, success=0.5, reward=0.25, num_prompts=4, num_failed=1, elapsed_s=1.0
     )
     store.add_evaluation(ACME, "sums", record)
+    store.set_job_state(ACME, "sums", JobState.RUNNING)
     store.set_job_state(ACME, "sums", JobState.HELD, "gap 0.1")
     assert store.evaluations(ACME, "sums") == [record]
     assert (store.job(ACME, "sums").state, store.job(ACME, "sums").reason) == ("held", "gap 0.1")
