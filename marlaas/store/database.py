@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import (
+    ArgumentError,
     DataError,
     DBAPIError,
     IntegrityError,
@@ -42,7 +43,7 @@ _SYNCHRONOUS = {"process": "NORMAL", "power": "FULL"}
 _SYNCHRONOUS_COMMIT = {"process": "off", "power": "on"}
 """PostgreSQL's word for the same: whether a commit waits for the disk of the database server."""
 
-_BEGIN = {"sqlite": "BEGIN IMMEDIATE", "postgresql": "BEGIN"}
+BEGIN = {"sqlite": "BEGIN IMMEDIATE", "postgresql": "BEGIN"}
 
 _INSERT = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _WORDS = {
@@ -79,13 +80,13 @@ class Database:
         self.files = Files(root)
         self.files.make_root()
         self.url = url
-        self._engine = _engine_of(root, durability, url)
+        self._engine = engine_of(root, durability, url)
         self._dialect = self._engine.dialect.name
         self._told: set[TenantId] = set()
         with self._typed_errors():
             self._connection = self._engine.connect()
             try:
-                migrate.upgrade(self._connection, _BEGIN[self._dialect])
+                migrate.upgrade(self._connection, BEGIN[self._dialect])
             except BaseException:
                 self._connection.close()
                 raise
@@ -100,14 +101,14 @@ class Database:
     def _transaction(self) -> Iterator[sa.Connection]:
         """Everything written inside becomes durable together, or not at all."""
         try:
-            self._connection.exec_driver_sql(_BEGIN[self._dialect])
+            self._connection.exec_driver_sql(BEGIN[self._dialect])
             yield self._connection
             self._connection.exec_driver_sql("COMMIT")
         except BaseException as error:
             self._told.clear()
             self._roll_back()
             if isinstance(error, DBAPIError) and not isinstance(error, _BUGS):
-                raise self._unavailable(error) from error
+                raise unavailable(self._engine, error) from error
             raise
         self._tell()
 
@@ -137,7 +138,7 @@ class Database:
             if isinstance(error, _BUGS):
                 raise
             self._roll_back()
-            raise self._unavailable(error) from error
+            raise unavailable(self._engine, error) from error
 
     def _roll_back(self) -> None:
         """Undo what is not committed; after a lost connection, let the next call connect again."""
@@ -147,11 +148,13 @@ class Database:
             self._connection.invalidate()
             self._connection.rollback()
 
-    def _unavailable(self, error: DBAPIError) -> StoreUnavailable:
-        said = str(error.orig).strip().split("\n")[0]
-        advice = next((text for word, text in _ADVICE.items() if word in said), "")
-        where = self._engine.url.render_as_string(hide_password=True)
-        return StoreUnavailable(f"{where}: {said}{f' ({advice})' if advice else ''}")
+
+def unavailable(engine: sa.Engine, error: DBAPIError) -> StoreUnavailable:
+    """Return a database's refusal as an error of ours: where, what it said, what to do."""
+    said = str(error.orig).strip().split("\n")[0]
+    advice = next((text for word, text in _ADVICE.items() if word in said), "")
+    where = engine.url.render_as_string(hide_password=True)
+    return StoreUnavailable(f"{where}: {said}{f' ({advice})' if advice else ''}")
 
 
 def insert_into(dialect: str, table: sa.Table) -> Any:
@@ -168,7 +171,7 @@ def prepared(dialect: str, insert: Any, *columns: str) -> sa.TextClause:
     return sa.text(str(insert.compile(dialect=_WORDS[dialect], column_keys=columns)))
 
 
-def _engine_of(root: Path, durability: str, url: str | None) -> sa.Engine:
+def engine_of(root: Path, durability: str = "process", url: str | None = None) -> sa.Engine:
     """Return the engine of the database. Transactions are begun and ended by statements of ours, so
     that a read outside of one takes no lock and leaves none."""
     if url is None:
@@ -184,19 +187,12 @@ def _engine_of(root: Path, durability: str, url: str | None) -> sa.Engine:
             f"PRAGMA synchronous = {_SYNCHRONOUS[durability]}",
             "PRAGMA foreign_keys = ON",
         ]
-    elif sa.make_url(url).get_backend_name() == "postgresql":
-        # The driver is psycopg 3 whatever the URL says: "postgresql://" alone means another one.
-        engine = sa.create_engine(
-            sa.make_url(url).set(drivername="postgresql+psycopg"),
-            poolclass=NullPool,
-            isolation_level="AUTOCOMMIT",
-        )
+    else:
+        engine = _postgresql(url)
         settings = [
             f"SET synchronous_commit = {_SYNCHRONOUS_COMMIT[durability]}",
             f"SET lock_timeout = '{BUSY_TIMEOUT_S:g}s'",
         ]
-    else:
-        raise InvalidRequest(f"store URL {url!r}: use postgresql://USER:PASSWORD@HOST/DATABASE")
 
     def prepare(dbapi_connection: Any, _: object) -> None:
         cursor = dbapi_connection.cursor()
@@ -206,3 +202,28 @@ def _engine_of(root: Path, durability: str, url: str | None) -> sa.Engine:
 
     event.listen(engine, "connect", prepare)
     return engine
+
+
+def _postgresql(url: str) -> sa.Engine:
+    try:
+        parsed = sa.make_url(url)
+    except ArgumentError:
+        parsed = None
+    if parsed is None or parsed.get_backend_name() != "postgresql":
+        # Not the whole URL: it may hold a password.
+        kind = url.partition(":")[0]
+        raise InvalidRequest(
+            f"store URL {kind!r}://...: use postgresql://USER:PASSWORD@HOST/DATABASE, or none for "
+            "SQLite"
+        )
+    try:
+        # The driver is psycopg 3 whatever the URL says: "postgresql://" alone means another one.
+        return sa.create_engine(
+            parsed.set(drivername="postgresql+psycopg"),
+            poolclass=NullPool,
+            isolation_level="AUTOCOMMIT",
+        )
+    except ModuleNotFoundError:
+        raise InvalidRequest(
+            "PostgreSQL needs its driver: pip install 'marlaas[postgres]'"
+        ) from None

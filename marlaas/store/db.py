@@ -27,12 +27,22 @@
 
 from pathlib import Path
 
+from marlaas.store.backup import Backups, BackupSummary, restore
 from marlaas.store.groups import GroupState, StoredGroup
 from marlaas.store.jobs import StoredJob
 from marlaas.store.tenants import Tenants
 from marlaas.store.versions import StoredVersion
 
-__all__ = ["CROSS_TENANT", "GroupState", "Store", "StoredGroup", "StoredJob", "StoredVersion"]
+__all__ = [
+    "CROSS_TENANT",
+    "BackupSummary",
+    "GroupState",
+    "Store",
+    "StoredGroup",
+    "StoredJob",
+    "StoredVersion",
+    "restore",
+]
 
 CROSS_TENANT = (
     "open",
@@ -49,7 +59,7 @@ CROSS_TENANT = (
 """Public functions that are the operator's, not a tenant's."""
 
 
-class Store(Tenants):
+class Store(Tenants, Backups):
     """One open database with the files beside it.
 
     Lifecycle: constructed (schema brought up to date) -> used by one thread at a time -> closed. A
