@@ -233,6 +233,15 @@ def _check_whole(archive: Path) -> None:
             raise StoreUnavailable(
                 f"the backup is damaged: {path} has {found} bytes instead of {size}"
             )
+    path = archive / SQLITE_FILE
+    # Immutable: a read leaves no files beside it.
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as db:
+        try:
+            verdict = db.execute("PRAGMA quick_check").fetchone()[0]
+        except sqlite3.DatabaseError as error:
+            verdict = str(error)
+    if verdict != "ok":
+        raise StoreUnavailable(f"the backup is damaged: {path}: {verdict.splitlines()[-1]}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -244,8 +253,11 @@ def _copy_database(reader: sa.Connection, folder: Path) -> None:
     if reader.dialect.name == "sqlite":
         source = reader.connection.driver_connection
         assert isinstance(source, sqlite3.Connection)
-        with closing(sqlite3.connect(folder / SQLITE_FILE)) as copy:
-            source.backup(copy)
+        try:
+            with closing(sqlite3.connect(folder / SQLITE_FILE)) as copy:
+                source.backup(copy)
+        except sqlite3.DatabaseError as error:
+            raise StoreUnavailable(f"{folder}: {error}") from error
         return
     engine = engine_of(folder)
     with engine.connect() as writer:

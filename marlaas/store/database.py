@@ -58,6 +58,7 @@ _ADVICE = {
     "locked": "another process has been writing for long; one server at a time uses a store",
     "readonly": "its files or their folder cannot be written by this user",
     "read-only": "it takes no writes now",
+    "lock timeout": "another process has been writing for long; one server at a time uses a store",
     "full": "free space on its disk; nothing was half-written",
     "No space left": "free space on its disk; nothing was half-written",
     "disk I/O error": "its disk fails or is full; nothing was half-written",
@@ -83,13 +84,16 @@ class Database:
         self._engine = engine_of(root, durability, url)
         self._dialect = self._engine.dialect.name
         self._told: set[TenantId] = set()
-        with self._typed_errors():
+        try:
             self._connection = self._engine.connect()
-            try:
+        except DBAPIError as error:
+            raise unavailable(self._engine, error) from error
+        try:
+            with self._typed_errors():
                 migrate.upgrade(self._connection, BEGIN[self._dialect])
-            except BaseException:
-                self._connection.close()
-                raise
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self._connection.close()
@@ -207,7 +211,7 @@ def engine_of(root: Path, durability: str = "process", url: str | None = None) -
 def _postgresql(url: str) -> sa.Engine:
     try:
         parsed = sa.make_url(url)
-    except ArgumentError:
+    except (ArgumentError, ValueError):
         parsed = None
     if parsed is None or parsed.get_backend_name() != "postgresql":
         # Not the whole URL: it may hold a password.

@@ -129,6 +129,7 @@ class Files:
                     file.flush()
                     os.fsync(file.fileno())
                 partial.rename(path)
+                _sync_folder(path.parent)
             finally:
                 partial.unlink(missing_ok=True)
 
@@ -164,7 +165,7 @@ class Files:
 
     def _throw_away(self, folder: Path) -> None:
         trash = self.root / "trash"
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             number = folder.stat().st_ino  # no two folders have the same one, in the trash either
             trash.mkdir(exist_ok=True)
             folder.rename(trash / str(number))
@@ -175,6 +176,15 @@ class Files:
             function(*values)
         else:
             self._deleting.submit(function, *values)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in a folder survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

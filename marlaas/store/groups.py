@@ -89,7 +89,9 @@ _ALL = (
 )
 _OF_STATE = _ALL.where(groups.c.state == bindparam("state"))
 _ONE = _ALL.where(groups.c.idx == bindparam("index"))
-_CONSUMED = sa.select(groups.c.idx).where(*_OF_JOB, groups.c.step.is_not(None))
+_CONSUMED = (
+    sa.select(groups.c.idx).where(*_OF_JOB, groups.c.step.is_not(None)).order_by(groups.c.idx)
+)
 
 
 class Groups(UsageRecords):

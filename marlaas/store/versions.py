@@ -115,7 +115,8 @@ class Versions(Groups):
         if not row.has_state:
             raise NotFound(f"version {version} of job {job!r} has no training state")
         found = self.files.version(tenant_id, job, version).state_bytes()
-        if found != row.state_bytes:
+        # A store from before sizes were recorded says 0: then there has to be something.
+        if found == 0 or found != (row.state_bytes or found):
             raise StoreUnavailable(
                 f"the training state of version {version} of {tenant_id}/{job} is damaged: "
                 f"{found} bytes on disk, {row.state_bytes} committed; restore a backup, or fork "

@@ -91,6 +91,12 @@ def test_a_state_that_is_not_as_committed_is_found_out(job: Store) -> None:
     path.unlink()
     with pytest.raises(StoreUnavailable, match="0 bytes on disk, 5 committed"):
         job.check_state(ACME, "sums", 2)
+    with job._transaction() as db:  # as it was before sizes were recorded
+        db.exec_driver_sql("UPDATE versions SET state_bytes = 0")
+    with pytest.raises(StoreUnavailable, match="0 bytes on disk, 0 committed"):
+        job.check_state(ACME, "sums", 2)
+    path.write_bytes(b"whatever")
+    job.check_state(ACME, "sums", 2)
     with pytest.raises(NotFound, match="has no training state"):
         job.check_state(ACME, "sums", 1)
 

@@ -6,8 +6,14 @@ new tables, and what the new columns count is counted from the stored trajectori
 
 from datetime import UTC, datetime
 
+import msgspec
 import sqlalchemy as sa
 from alembic import op
+
+from marlaas.errors import StoreUnavailable
+from marlaas.store.codec import decode
+from marlaas.store.groups import sampling_usage, summary_columns
+from marlaas.types import Group
 
 revision = "0001"
 down_revision = None
@@ -329,10 +335,6 @@ def _take_over(connection: sa.Connection) -> None:
 
 def _count_job(connection: sa.Connection, tenant_id: str, name: str, created_s: float) -> None:
     """Fill the summaries of a job's groups, and its usage, as of the day it was submitted."""
-    from marlaas.store.codec import decode
-    from marlaas.store.groups import sampling_usage, summary_columns
-    from marlaas.types import Group
-
     sampled = prefill = trained = num_bytes = 0
     indices = connection.exec_driver_sql(
         "SELECT idx FROM group_records WHERE tenant_id = ? AND job = ?",
@@ -346,7 +348,12 @@ def _count_job(connection: sa.Connection, tenant_id: str, name: str, created_s: 
             f"{where}",
             key,
         ).one()
-        group = decode(blob, Group)
+        try:
+            group = decode(blob, Group)
+        except msgspec.MsgspecError as error:
+            raise StoreUnavailable(
+                f"group {index} of {tenant_id}/{name} is damaged ({error}): nothing was changed"
+            ) from error
         columns = summary_columns(group)
         connection.exec_driver_sql(
             "UPDATE groups SET num_trajectories = ?, num_tokens = ?, reward_mean = ?, "
