@@ -244,7 +244,7 @@ class Episode:
                     stop_token_ids=tuple(self._tokenizer.stop_token_ids),
                     seed=self._seed,
                 ),
-                prefix_id=plan.label,
+                prefix_id=plan.label if plan.size > 1 else "",  # nobody to share it with
                 prefix_len=self._opening_len,
                 keep_kv=not is_last,
                 in_flight=spec.is_in_flight and plan.is_training,
