@@ -1,9 +1,9 @@
-"""One bubblewrap container with the fork server of `sandbox_child.py` in it.
+"""One bubblewrap container with the server of `sandbox_child.py` in it.
 
 Made by `Sandbox`, which keeps a few of them; runs one call at a time.
 
     bwrap     no network, all namespaces of its own, read-only system, dies with this process
-      `- server -> a fresh process per call
+      `- server -> template -> a fresh process per call
 
 Started by root, the container maps a user of the host that owns nothing, and code runs as that one:
 the kernel exempts root from the limit on processes, even where it is root no more. Started by an
@@ -35,8 +35,6 @@ WALL_FACTOR = 4.0
 """Wall time of a call per second of its CPU limit: a busy machine must not fail right code."""
 REPLY_GRACE_S = 10.0
 """How long past a call's wall limit a container may keep silent before it counts as lost."""
-MAX_PRINTED = 2_000
-"""Characters of printed text that are kept."""
 
 FIRST_HOST_UID, NUM_HOST_UIDS = 60_600, 500
 """Users of the host that code runs as when we are root; distributions leave this range unused."""
@@ -58,6 +56,8 @@ class SandboxLimits:
     max_tmp_files: int = 256
     output_bytes: int = 64 << 10
     """Most that a call may print, and most that its results may take."""
+    max_printed: int = 2_000
+    """Characters of printed text that are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Reply:
     died_of: int
     """The signal that ended the process, 0 if it ended by itself."""
     cpu_s: float
-    results: str
+    results: bytes
     """Lines of JSON, if the code has not meddled with them."""
     printed: str
 
@@ -112,14 +112,21 @@ class Container:
                 reason = await self._last_words() or error
                 raise lost(f"the sandbox cannot start: {reason}") from error
 
+    async def load(self, source: str, cpu_limit_s: float) -> Reply:
+        """Have every later call begin where this file, executed as a module, ends."""
+        return await self._request(sandbox_child.LOAD, source.encode(), cpu_limit_s)
+
     async def call(self, body: bytes, cpu_limit_s: float) -> Reply:
-        """Send one request and return its reply."""
+        """Have one request executed and return the reply to it."""
+        return await self._request(sandbox_child.CALL, body, cpu_limit_s)
+
+    async def _request(self, kind: int, body: bytes, cpu_limit_s: float) -> Reply:
         assert self._process is not None and self._process.stdin is not None
         self._call_began_s = now_s()
         try:
             limit_s = cpu_limit_s * WALL_FACTOR + REPLY_GRACE_S
             async with asyncio.timeout(limit_s), self._reading:
-                header = sandbox_child.REQUEST_HEADER.pack(len(body), cpu_limit_s)
+                header = sandbox_child.REQUEST_HEADER.pack(kind, len(body), cpu_limit_s)
                 self._process.stdin.write(header + body)
                 await self._process.stdin.drain()
                 reply = await self._read_reply()
@@ -179,13 +186,13 @@ class Container:
         limit, died_of, call_cpu_s, cpu_s, *sizes = sandbox_child.REPLY_HEADER.unpack(header)
         assert max(sizes) <= self.limits.output_bytes + sandbox_child.CHUNK_BYTES
         self.cpu_s = cpu_s
-        results, printed = [await stream.readexactly(size) for size in sizes]
+        content = await stream.readexactly(sum(sizes)) if any(sizes) else b""
         return Reply(
             limit=sandbox_child.LIMITS[limit],
             died_of=died_of,
             cpu_s=call_cpu_s,
-            results=results.decode(errors="replace"),
-            printed=printed.decode(errors="replace")[:MAX_PRINTED],
+            results=content[: sizes[0]],
+            printed=content[sizes[0] :].decode(errors="replace")[: self.limits.max_printed],
         )
 
     async def _last_words(self) -> str:
@@ -256,6 +263,7 @@ def _server_argv(limits: SandboxLimits) -> list[str]:
     for name, value in (
         ("PYTHONHOME", _INSIDE),
         ("LD_LIBRARY_PATH", f"{_INSIDE}/lib"),
+        ("TZ", "UTC0"),
         # The order of sets must not differ from one container to the next.
         ("PYTHONHASHSEED", "0"),
         ("PYTHONUTF8", "1"),

@@ -14,11 +14,13 @@ killed without harm to the others.
 
 import asyncio
 import json
+import marshal
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from marlaas.envs import sandbox_child
 from marlaas.envs.container import Container, Reply, SandboxLimits, lost
 from marlaas.errors import EnvironmentFailure
 
@@ -148,7 +150,7 @@ class Sandbox:
         Raises:
             EnvironmentFailure: SANDBOX_LOST; the call may be retried.
         """
-        body = json.dumps({"code": code, "entry": entry, "calls": list(calls)}).encode()
+        body = marshal.dumps((code, entry, [list(arguments) for arguments in calls]))
         async with self._turns:
             container = self._idle.pop() if self._idle else await self._open_container()
             try:
@@ -226,13 +228,13 @@ def _read_report(reply: Reply, num_calls: int) -> CallReport:
     Raises:
         EnvironmentFailure: the code was never started.
     """
-    lines = [_parsed(line) for line in reply.results.split("\n")]
-    if not lines or lines[0] != {"ready": True}:
+    first, *rest = reply.results.split(b"\n")
+    if first + b"\n" != sandbox_child.READY:
         raise lost(f"the sandbox could not confine the code: {reply.printed}")
     values: dict[int, object] = {}
     errors: dict[int, str] = {}
     error, limit = "", _as_limit(reply.limit)
-    for line in lines[1:]:
+    for line in map(_parsed, rest):
         index = line.get("index")
         if type(index) is not int or not 0 <= index < num_calls:
             error = error or str(line.get("error", ""))
@@ -258,8 +260,10 @@ def _read_report(reply: Reply, num_calls: int) -> CallReport:
     )
 
 
-def _parsed(line: str) -> dict:
+def _parsed(line: bytes) -> dict:
     """Return a line of results; an empty record if it is none."""
+    if not line:
+        return {}
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

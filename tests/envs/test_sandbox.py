@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,10 @@ def contained(pid: int) -> list[int]:
         for child, status in descendants(pid).items()
         if len(status.split("NSpid:")[1].splitlines()[0].split()) > 1
     ]
+
+
+IDLE = 2
+"""Processes in a container between calls: the server and the template."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -453,7 +458,7 @@ def f():
         try: os.kill(pid, 0)
         except ProcessLookupError: continue
         alive.append(pid)
-    return alive == [os.getpid()]
+    return len(alive) == 2 and os.getpid() in alive  # and the template
 """
     left, is_alone = result_of(leave, look, max_parallel=1, max_processes=4)
     assert isinstance(left, int) and is_alone is True
@@ -465,8 +470,8 @@ def test_started_by_root_code_runs_as_a_user_that_the_host_gives_no_right():
         inside = contained(os.getpid())
         return [Path(f"/proc/{pid}/status").read_text() for pid in inside]
 
-    (status,) = in_sandbox(use)
-    uids = set(status.split("Uid:")[1].splitlines()[0].split())
+    statuses = in_sandbox(use)
+    uids = {uid for text in statuses for uid in text.split("Uid:")[1].splitlines()[0].split()}
     assert len(uids) == 1 and 60_600 <= int(uids.pop()) < 61_100
 
 
@@ -533,10 +538,11 @@ def test_a_killed_container_is_a_typed_failure_and_the_next_call_works():
         call = asyncio.create_task(
             sandbox.run_tests("while True: pass", "f", [([1], 1)], timeout_s=30.0)
         )
-        while len(contained(os.getpid())) < 2:
+        while len(contained(os.getpid())) <= IDLE:
             await asyncio.sleep(0.01)
         for pid in contained(os.getpid()):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         with pytest.raises(EnvironmentFailure) as caught:
             await call
         assert caught.value.kind is FailureKind.SANDBOX_LOST
@@ -568,7 +574,7 @@ def test_a_cancelled_call_ends_its_code_and_frees_its_place():
             await call
         report = await sandbox.call("def f(): return 1", "f", [[]], timeout_s=1.0)
         assert report.values == {0: 1}
-        assert len(contained(os.getpid())) == 1
+        assert len(contained(os.getpid())) == IDLE
 
     in_sandbox(use, max_parallel=1)
 
@@ -626,7 +632,7 @@ asyncio.run(main())
             while not is_done():
                 await asyncio.sleep(0.02)
 
-    asyncio.run(wait_for(lambda: len(contained(owner.pid)) == 2))
+    asyncio.run(wait_for(lambda: len(contained(owner.pid)) > IDLE))
     inside = contained(owner.pid)
     owner.kill()
     owner.wait()
@@ -651,7 +657,7 @@ def test_calls_run_side_by_side_up_to_the_bound_and_never_mix():
         )
         ticking.cancel()
         assert all(verdict.is_success for verdict in verdicts)
-        assert len(contained(os.getpid())) == 3
+        assert len(contained(os.getpid())) == 3 * IDLE
         return ticks
 
     assert in_sandbox(use, max_parallel=3) >= 10
