@@ -96,6 +96,7 @@ class EnvironmentFailure(MarlaasError):
     def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(f"{kind.value}: {message}")
         self.kind = kind
+        self.reason = message
 
 
 class WorkerLost(MarlaasError):

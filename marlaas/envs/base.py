@@ -7,11 +7,16 @@ An environment lives for one episode: no reset, no reuse. It never sees tokens. 
 inside it that is not the policy's doing is raised as `EnvironmentFailure`, never scored 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from marlaas.types import Message, Prompt
+
+ReadUpload = Callable[[str], bytes | Awaitable[bytes]]
+"""Returns the content of a tenant's upload by its digest, at once or when awaited."""
+Log = Callable[[str], None]
+"""Is told what a tenant's own code printed or raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Runs code that a policy wrote, apart from everything else, and judges what it returns.
+"""Runs code of a policy or a tenant apart from everything else, and reports what it returned.
 
 One `Sandbox` per (tenant, job), started by the family that needs it. It keeps up to `max_parallel`
 containers; each runs one call at a time, so calls share nothing, and a container that hangs is
@@ -7,6 +7,7 @@ killed without harm to the others.
     Sandbox.call ── container (`container.py`) ── fresh process per call (`sandbox_child.py`)
       values, or what went wrong  <── pipe, bounded
 
+- A tenant's file is loaded once per container; every call begins where its import ended.
 - What the code did wrong is data in a report; `EnvironmentFailure` means that nobody knows.
 - Expected values stay here: code is told arguments, and its results are compared outside.
 - Code never runs without a container: where none can start, `start` raises the reason.
@@ -16,13 +17,13 @@ import asyncio
 import json
 import marshal
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from marlaas.envs import sandbox_child
 from marlaas.envs.container import Container, Reply, SandboxLimits, lost
-from marlaas.errors import EnvironmentFailure
+from marlaas.errors import EnvironmentFailure, FailureKind
 
 RELATIVE_TOLERANCE = 1e-9
 """Of floating-point results, so that another order of summation is no error."""
@@ -73,6 +74,17 @@ class Verdict:
         return self.passed == self.total and self.limit is None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """A tenant's file that calls begin with."""
+
+    text: str
+    load_limit_s: float
+    """CPU seconds that its import may take."""
+    on_print: Callable[[str], None] | None = None
+    """Told what the import printed, its traceback included, each time that a container loads it."""
+
+
 Case = tuple[Sequence[object], object]
 """Arguments and expected value, JSON both."""
 
@@ -85,8 +97,9 @@ class Sandbox:
     they are first needed.
     """
 
-    def __init__(self, limits: SandboxLimits | None = None) -> None:
+    def __init__(self, limits: SandboxLimits | None = None, file: SourceFile | None = None) -> None:
         self._limits = limits or SandboxLimits()
+        self._file = file
         self._turns = asyncio.Semaphore(self._limits.max_parallel)
         self._idle: list[Container] = []
         self._containers: set[Container] = set()
@@ -98,7 +111,8 @@ class Sandbox:
         """Start the first container.
 
         Raises:
-            EnvironmentFailure: this machine cannot contain code; says why.
+            EnvironmentFailure: this machine cannot contain code, or the file cannot be loaded;
+                says why.
         """
         self._idle.append(await self._open_container())
 
@@ -140,15 +154,18 @@ class Sandbox:
         )
 
     async def call(
-        self, code: str, entry: str, calls: Sequence[Sequence[object]], *, timeout_s: float
+        self, code: str | None, entry: str, calls: Sequence[Sequence[object]], *, timeout_s: float
     ) -> CallReport:
         """Execute `code` in a fresh process and call its function `entry` once per argument list.
 
+        Without code, `entry` is a function of the loaded file; code sees the file's names as the
+        mapping `environment`.
         `timeout_s` bounds the CPU time of all calls together, `WALL_FACTOR` times that their wall
         time. Cancelling ends the code.
 
         Raises:
-            EnvironmentFailure: SANDBOX_LOST; the call may be retried.
+            EnvironmentFailure: SANDBOX_LOST; the call may be retried. Another kind if a container
+                could not load the file.
         """
         body = marshal.dumps((code, entry, [list(arguments) for arguments in calls]))
         async with self._turns:
@@ -181,6 +198,8 @@ class Sandbox:
         self._containers.add(container)
         try:
             await container.start()
+            if self._file is not None:
+                await _load(container, self._file)
         except BaseException:
             self._retire(container)
             raise
@@ -197,6 +216,13 @@ class Sandbox:
         reaper = asyncio.create_task(container.reap())
         self._reapers.add(reaper)
         reaper.add_done_callback(self._reapers.discard)
+
+
+def failure_kind(limit: Limit | None) -> FailureKind:
+    """Return what kind of failure it is when an environment itself breaks a limit, or none."""
+    if limit is None:
+        return FailureKind.ERROR
+    return FailureKind.TIMEOUT if limit is Limit.TIME else FailureKind.SANDBOX_LIMIT
 
 
 def equals(value: object, expected: object) -> bool:
@@ -220,6 +246,22 @@ def equals(value: object, expected: object) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------
+
+
+async def _load(container: Container, file: SourceFile) -> None:
+    """Load a tenant's file.
+
+    Raises:
+        EnvironmentFailure: it could not be imported; says why.
+    """
+    reply = await container.load(file.text, file.load_limit_s)
+    if reply.printed and file.on_print is not None:
+        file.on_print(reply.printed)
+    report = _read_report(reply, 0)
+    if not reply.results.endswith(sandbox_child.LOADED):
+        error = report.error or "it ended the process that imports it"
+        message = f"the environment file cannot be loaded: {error}"
+        raise EnvironmentFailure(failure_kind(report.limit), message)
 
 
 def _read_report(reply: Reply, num_calls: int) -> CallReport:

@@ -77,7 +77,9 @@ MAX_ERROR = 300
 """Characters of an exception's text that are reported."""
 CODE_NAME, FILE_NAME = "<solution>", "environment.py"
 """What code of a request, and the tenant's file, are called in tracebacks."""
-READY = b'{"ready": true}\n'
+START_AND_STEP = "start, step"
+"""Entry that calls the file's `start` with the prompt, then `step` with the state it returned."""
+READY, LOADED = b'{"ready": true}\n', b'{"loaded": true}\n'
 TEMPLATE_ANSWER_S = 20.0
 """A template answers within microseconds, unless the machine or its tenant's file hangs."""
 
@@ -280,13 +282,14 @@ class Server:
         output.hand_over()
         deadline_s = time.monotonic() + self._load_s * self._limits["wall_factor"]
         limit = watch(template.process, output, deadline_s, until_closed=output.results)
-        is_lost = bool(limit) or not template.is_alive()
+        # A process that dies closes its pipes before others can see that it is dead.
+        is_lost = bool(limit) or not output.buffers[output.results].endswith(LOADED)
         died_of = self._end_all() if is_lost else 0
         output.drain(has_writers=not is_lost)
         output.close()
         return limit, died_of, output
 
-    def _call(self, body: bytes, cpu_limit_s: float) -> tuple[str, int, Output]:
+    def _call(self, body: bytes | bytearray, cpu_limit_s: float) -> tuple[str, int, Output]:
         """Have one request executed. Returns the same of its runner."""
         try:
             pid, output = self._start_runner(body, cpu_limit_s)
@@ -312,7 +315,7 @@ class Server:
         output.close()
         return limit, died_of, output
 
-    def _start_runner(self, body: bytes, cpu_limit_s: float) -> tuple[int, Output]:
+    def _start_runner(self, body: bytes | bytearray, cpu_limit_s: float) -> tuple[int, Output]:
         if self._template is None:
             limit, _, loading = self._load()
             if self._template is None:
@@ -440,13 +443,10 @@ def be_template(
     for end, spare in zip(ends, SPARE_FDS, strict=True):
         os.dup2(end, spare)
     channel, results, printed = SPARE_FDS
-    for spare, fd in (
-        (channel, CHANNEL_FD),
-        (results, LOAD_RESULTS_FD),
-        (printed, 1),
-        (printed, 2),
-    ):
-        os.dup2(spare, fd)
+    os.dup2(channel, CHANNEL_FD)
+    os.dup2(results, LOAD_RESULTS_FD)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
     os.closerange(LOAD_RESULTS_FD + 1, MAX_SERVER_FILES)
     confine(limits)
     warm_up()
@@ -454,6 +454,7 @@ def be_template(
     namespace = None if source is None else load(source, load_s, limits)
     sys.stdout.flush()
     sys.stderr.flush()
+    write_all(LOAD_RESULTS_FD, LOADED)
     null = os.open("/dev/null", os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
@@ -519,7 +520,8 @@ def warm_up() -> None:
     code = "import re\nscale = [2]\ndef f(x):\n    return eval('x * 2 + 1', {'x': x})\n"
     body = marshal.dumps((code, "f", [[1], [2]]))
     for _ in range(WARM_UPS):
-        run_calls(*marshal.loads(body), None, null)
+        request, entry, calls = marshal.loads(body)
+        run_calls(request, entry, calls, None, null)
     os.close(null)
     random_module.seed(0)
 
@@ -549,7 +551,6 @@ def load(source: str, load_s: float, limits: dict) -> dict:
         os._exit(1)
     os.chdir("/")
     resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    write_all(LOAD_RESULTS_FD, b'{"loaded": true}\n')
     return module.__dict__
 
 
@@ -586,7 +587,7 @@ def run_calls(
     """
     try:
         if code is None:
-            function = environment[entry] if environment else None
+            function = file_function(environment or {}, entry)
         else:
             namespace: dict = {"__name__": "solution", "__builtins__": builtins}
             if environment is not None:
@@ -603,10 +604,24 @@ def run_calls(
         try:
             line = encode({"index": index, "value": function(*arguments)})
         except BaseException as error:
-            if environment is not None:
+            if code is None:
                 print_traceback()
             line = encode({"index": index, **described(error)})
         write_all(results, line.encode() + b"\n")
+
+
+def file_function(environment: dict, entry: str) -> object:
+    """Return a function of the tenant's file; `START_AND_STEP` is the first turn of an episode."""
+    if entry != START_AND_STEP:
+        return environment.get(entry)
+
+    def first_step(prompt: dict, reply: str, is_last: bool) -> object:
+        state = environment["start"](prompt)
+        if not isinstance(state, dict):
+            raise TypeError(f"start must return a dict of JSON values, got {type(state).__name__}")
+        return environment["step"](json.loads(encode(state)), reply, is_last)
+
+    return first_step
 
 
 def print_traceback() -> None:
@@ -790,7 +805,7 @@ def read_exactly(fd: int, size: int) -> bytearray:
     return data
 
 
-def write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes | bytearray) -> None:
     """Write all of `data`."""
     view = memoryview(data)
     while view:
