@@ -137,10 +137,9 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
     """Yield lines; of one that is too long only enough to see that."""
     while line := file.readline(MAX_LINE_BYTES + 2):
         yield line
-        while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+        is_cut = len(line) > MAX_LINE_BYTES
+        while is_cut and line and not line.endswith(b"\n"):
             line = file.readline(MAX_LINE_BYTES)
-            if not line:
-                return
 
 
 def _read(line: bytes) -> tuple[dict, list[str]]:

@@ -1,4 +1,4 @@
-"""A tenant's own file judges replies: what it may return, what its faults become, where words go."""
+"""A tenant's own file judges replies: what it may return, and what becomes of its faults."""
 
 import asyncio
 import logging

@@ -49,12 +49,13 @@ def test_rules_between_settings_are_held():
 def test_the_catalog_makes_families_with_their_settings():
     assert make_family({"family": "math"}).max_turns == 1
     assert make_family({"family": "search", "max_turns": 5}).max_turns == 5
+    needed = {"custom": {"environment": "file", "prompts": "file"}}
     for name in FAMILIES:
-        assert make_family({"family": name}).name == name
+        assert make_family({"family": name, **needed.get(name, {})}).name == name
 
 
 def test_a_wrong_family_is_answered_with_the_right_name():
     with pytest.raises(InvalidRequest, match="did you mean 'math'"):
         make_family({"family": "maths"})
-    with pytest.raises(InvalidRequest, match="math, search, code"):
+    with pytest.raises(InvalidRequest, match="math, search, code, custom"):
         make_family({"terms": 3})
