@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from marlaas import __version__
+from marlaas.envs import control_groups
 from marlaas.envs.sandbox import Sandbox
 from marlaas.errors import InvalidRequest, MarlaasError
 from marlaas.text.bases import CONVERTED_BASES, PACKAGED_BASES, resolve_base
@@ -218,12 +219,14 @@ def _sandbox() -> Finding:
     except (OSError, MarlaasError) as error:
         problem = str(error)
     if not problem:
-        return Finding(name="sandbox", status=Status.OK, detail="code of the model is contained")
+        detail = f"code of models and tenants is contained; {control_groups.in_words()}"
+        return Finding(name="sandbox", status=Status.OK, detail=detail)
     return Finding(
         name="sandbox",
         status=Status.ABSENT,
         detail=problem,
-        advice="Jobs of family code cannot run here. Bubblewrap needs user namespaces.",
+        advice="Jobs of the families code and custom cannot run here. Bubblewrap needs user "
+        "namespaces.",
     )
 
 

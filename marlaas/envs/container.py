@@ -21,11 +21,13 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
+from typing import cast
 
 from marlaas.envs import sandbox_child
+from marlaas.envs.control_groups import ContainerGroup, delegated_here
 from marlaas.errors import EnvironmentFailure, FailureKind
 from marlaas.runtime import now_s
 
@@ -35,6 +37,12 @@ WALL_FACTOR = 4.0
 """Wall time of a call per second of its CPU limit: a busy machine must not fail right code."""
 REPLY_GRACE_S = 10.0
 """How long past a call's wall limit a container may keep silent before it counts as lost."""
+LAST_WORDS_S = 1.0
+"""How long a container that ended is listened to for the reason."""
+MAX_LAST_WORDS = 4096
+"""Bytes of it that are kept."""
+MAX_REMOVALS, REMOVAL_PAUSE_S = 40, 0.05
+"""A control group can be removed once the last process in it is gone, shortly after the first."""
 
 FIRST_HOST_UID, NUM_HOST_UIDS = 60_600, 500
 """Users of the host that code runs as when we are root; distributions leave this range unused."""
@@ -74,6 +82,74 @@ class Reply:
     printed: str
 
 
+class Wire(asyncio.SubprocessProtocol):
+    """What comes out of one container, cut into replies; made for one reader at a time."""
+
+    def __init__(self, max_reply_bytes: int) -> None:
+        self.has_ended = asyncio.get_running_loop().create_future()
+        """Done when the container's first process was waited for."""
+        self._max_reply_bytes = max_reply_bytes
+        self._received = bytearray()
+        self._words = bytearray()
+        self._is_closed = False
+        self._is_silent = asyncio.Event()
+        self._reader: asyncio.Future[bytes] | None = None
+
+    async def reply(self) -> bytes:
+        """Return the next reply, header and contents.
+
+        Raises:
+            EOFError: there will be none.
+        """
+        self._reader = asyncio.get_running_loop().create_future()
+        self._deliver()
+        try:
+            return await self._reader
+        finally:
+            self._reader = None
+
+    async def last_words(self) -> str:
+        """Return what a container that ends by itself wrote about the reason."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._is_silent.wait()
+        return self._words.decode(errors="replace").strip()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == 2:
+            self._words += data[: MAX_LAST_WORDS - len(self._words)]
+        else:
+            self._received += data
+            self._deliver()
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd == 2:
+            self._is_silent.set()
+        elif fd == 1:
+            self._is_closed = True
+            self._deliver()
+
+    def process_exited(self) -> None:
+        if not self.has_ended.done():
+            self.has_ended.set_result(None)
+
+    def _deliver(self) -> None:
+        """Hand a complete reply, or the end, to whoever waits for it."""
+        if self._reader is None or self._reader.done():
+            return
+        header = sandbox_child.REPLY_HEADER
+        if len(self._received) >= header.size:
+            *_, num_results, num_printed = header.unpack_from(self._received)
+            assert max(num_results, num_printed) <= self._max_reply_bytes
+            size = header.size + num_results + num_printed
+            if len(self._received) >= size:
+                self._reader.set_result(bytes(self._received[:size]))
+                del self._received[:size]
+                return
+        if self._is_closed:
+            self._reader.set_exception(EOFError("it closed its pipes"))
+
+
 @dataclass(eq=False, slots=True)
 class Container:
     """One container: `start -> (call -> reply)* -> kill -> reap`; one call at a time."""
@@ -81,8 +157,9 @@ class Container:
     limits: SandboxLimits
     cpu_s: float = 0.0
     """As of its last reply."""
-    _process: asyncio.subprocess.Process | None = None
-    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _transport: asyncio.SubprocessTransport | None = None
+    _wire: Wire | None = None
+    _group: ContainerGroup | None = None
     _call_began_s: float | None = None
     _is_killed: bool = False
 
@@ -96,16 +173,18 @@ class Container:
         with _pipe() as (info, info_writer), _pipe() as (block, block_writer):
             argv = [find_bwrap(), "--info-fd", str(info_writer.fileno())]
             argv += ["--userns-block-fd", str(block.fileno())] if is_root else _OWN_USER
+            argv += _server_argv(self.limits)
             try:
-                await self._spawn(
-                    [*argv, *_server_argv(self.limits)], info_writer.fileno(), block.fileno()
-                )
+                if (parent := delegated_here()) is not None:
+                    self._group = _make_group(parent, self.limits)
+                    argv = self._group.entering(argv)
+                await self._spawn(argv, info_writer.fileno(), block.fileno())
                 info_writer.close()
-                async with asyncio.timeout(START_LIMIT_S), self._reading:
+                async with asyncio.timeout(START_LIMIT_S):
                     if is_root:
                         _map_users(await _first_bytes(info.fileno()))
                         block_writer.write(b"\n")
-                    await self._read_reply()
+                    await self._reply()
             except TimeoutError:
                 raise lost(f"the sandbox did not start within {START_LIMIT_S:g} s") from None
             except (OSError, EOFError) as error:
@@ -120,16 +199,39 @@ class Container:
         """Have one request executed and return the reply to it."""
         return await self._request(sandbox_child.CALL, body, cpu_limit_s)
 
+    def kill(self) -> None:
+        """End the container and everything in it, now."""
+        self._is_killed = True
+        if self._call_began_s is not None:
+            self.cpu_s += now_s() - self._call_began_s
+            self._call_began_s = None
+        if self._transport is None:
+            return
+        # What is not yet set up does not die with its parent: it is in the same process group, or
+        # it is a server that ends when it can read no request.
+        if self._transport.get_returncode() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._transport.get_pid(), signal.SIGKILL)
+        self._requests().close()
+
+    async def reap(self) -> None:
+        """Wait until nothing of it is left."""
+        if self._transport is not None and self._wire is not None:
+            await self._wire.has_ended
+            self._transport.close()
+        for _ in range(MAX_REMOVALS):
+            if self._group is None or self._group.remove():
+                return
+            await asyncio.sleep(REMOVAL_PAUSE_S)
+
     async def _request(self, kind: int, body: bytes, cpu_limit_s: float) -> Reply:
-        assert self._process is not None and self._process.stdin is not None
         self._call_began_s = now_s()
+        limit_s = cpu_limit_s * WALL_FACTOR + REPLY_GRACE_S
+        header = sandbox_child.REQUEST_HEADER.pack(kind, len(body), cpu_limit_s)
         try:
-            limit_s = cpu_limit_s * WALL_FACTOR + REPLY_GRACE_S
-            async with asyncio.timeout(limit_s), self._reading:
-                header = sandbox_child.REQUEST_HEADER.pack(kind, len(body), cpu_limit_s)
-                self._process.stdin.write(header + body)
-                await self._process.stdin.drain()
-                reply = await self._read_reply()
+            async with asyncio.timeout(limit_s):
+                self._requests().write(header + body)
+                reply = await self._reply()
         except TimeoutError:
             raise lost("the sandbox gave no answer") from None
         except (OSError, EOFError) as error:
@@ -137,36 +239,13 @@ class Container:
         self._call_began_s = None
         return reply
 
-    def kill(self) -> None:
-        """End the container and everything in it, now."""
-        self._is_killed = True
-        if self._call_began_s is not None:
-            self.cpu_s += now_s() - self._call_began_s
-            self._call_began_s = None
-        if self._process is None:
-            return
-        # What is not yet set up does not die with its parent: it is in the same process group, or
-        # it is a server that ends when it can read no request.
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-
-    async def reap(self) -> None:
-        """Wait until nothing of it is left."""
-        if self._process is not None:
-            await self._process.wait()
-            async with self._reading:  # A call in flight sees the end first.
-                await self._process.communicate()
-
     async def _spawn(self, argv: Sequence[str], *inherited: int) -> None:
-        creating = asyncio.create_task(
-            asyncio.create_subprocess_exec(
+        loop = asyncio.get_running_loop()
+        max_reply_bytes = self.limits.output_bytes + sandbox_child.CHUNK_BYTES
+        creating = asyncio.ensure_future(
+            loop.subprocess_exec(
+                lambda: Wire(max_reply_bytes),
                 *argv,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
                 pass_fds=inherited,
                 env={},
                 process_group=0,
@@ -175,34 +254,31 @@ class Container:
         try:
             await asyncio.shield(creating)
         finally:  # Also when cancelled: what exists must be known, to be killed.
-            self._process = await creating
+            self._transport, self._wire = await creating
         if self._is_killed:
             raise EOFError("stopped")
 
-    async def _read_reply(self) -> Reply:
-        assert self._process is not None and self._process.stdout is not None
-        stream = self._process.stdout
-        header = await stream.readexactly(sandbox_child.REPLY_HEADER.size)
-        limit, died_of, call_cpu_s, cpu_s, *sizes = sandbox_child.REPLY_HEADER.unpack(header)
-        assert max(sizes) <= self.limits.output_bytes + sandbox_child.CHUNK_BYTES
-        self.cpu_s = cpu_s
-        content = await stream.readexactly(sum(sizes)) if any(sizes) else b""
+    def _requests(self) -> asyncio.WriteTransport:
+        assert self._transport is not None
+        return cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
+
+    async def _reply(self) -> Reply:
+        assert self._wire is not None
+        content = await self._wire.reply()
+        header = sandbox_child.REPLY_HEADER
+        limit, died_of, call_cpu_s, self.cpu_s, num_results, _ = header.unpack_from(content)
+        end = header.size + num_results
+        printed = content[end:].decode(errors="replace") if len(content) > end else ""
         return Reply(
             limit=sandbox_child.LIMITS[limit],
             died_of=died_of,
             cpu_s=call_cpu_s,
-            results=content[: sizes[0]],
-            printed=content[sizes[0] :].decode(errors="replace")[: self.limits.max_printed],
+            results=content[header.size : end],
+            printed=printed[: self.limits.max_printed],
         )
 
     async def _last_words(self) -> str:
-        """Return what a container that ends by itself wrote about the reason."""
-        if self._process is None or self._process.stderr is None:
-            return ""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                return (await self._process.stderr.read(4096)).decode(errors="replace").strip()
-        return ""
+        return await self._wire.last_words() if self._wire is not None else ""
 
 
 def find_bwrap() -> str:
@@ -272,6 +348,15 @@ def _server_argv(limits: SandboxLimits) -> list[str]:
     bounds = {**asdict(limits), "wall_factor": WALL_FACTOR}
     argv += ["--", f"{_INSIDE}/bin/python3", "-s", "-S", "-P", "-B", f"{_INSIDE}/server.py"]
     return [*argv, json.dumps(bounds)]
+
+
+def _make_group(parent: Path, limits: SandboxLimits) -> ContainerGroup:
+    return ContainerGroup.make(
+        parent,
+        f"sandbox-{os.getpid()}-{next(_container_numbers)}",
+        memory_bytes=limits.memory_bytes * limits.max_processes + limits.tmp_bytes,
+        max_processes=limits.max_processes,
+    )
 
 
 def _interpreter() -> str:
