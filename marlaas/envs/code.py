@@ -3,9 +3,12 @@
     user       Take x, add 3, then multiply by 2. Write it as a Python expression. ...
     assistant  Answer: (x + 3) * 2
 
-The sandbox belongs to the family, so to one job of one tenant.
+The sandbox belongs to the family, so to one job of one tenant. Replies of a group that hold the
+same code are judged once: a policy that has learnt something says the same thing again and again,
+and what a fresh process does with the same code and tests is the same.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -39,7 +42,8 @@ class CodeFamily:
 
     def make(self, prompt: Prompt, num_envs: int) -> "Sequence[CodeEnv]":
         """Return fresh environments for one group."""
-        return [CodeEnv(self._sandbox, prompt.reference) for _ in range(num_envs)]
+        judge = CodeJudge(self._sandbox, prompt.reference)
+        return [CodeEnv(judge) for _ in range(num_envs)]
 
     async def start(self) -> None:
         """Start the sandbox.
@@ -58,13 +62,51 @@ class CodeFamily:
         return self._sandbox.cpu_s()
 
 
-class CodeEnv:
-    """Judges one reply."""
+class CodeJudge:
+    """Judges code by the hidden tests of one prompt, for all trajectories of a group."""
 
     def __init__(self, sandbox: Sandbox, reference: Mapping[str, object]) -> None:
         self._sandbox = sandbox
         self._entry = cast(str, reference["entry"])
         self._tests = cast(Sequence[Case], reference["tests"])
+        self._verdicts: dict[str, Verdict] = {}
+        self._judging: dict[str, asyncio.Lock] = {}
+        """By code; whoever waits for a lock finds the verdict, or is the next to try."""
+
+    async def verdict(self, code: str) -> Verdict:
+        """Return the verdict on code as a policy wrote it.
+
+        Raises:
+            EnvironmentFailure: the sandbox was lost twice.
+        """
+        async with self._judging.setdefault(code, asyncio.Lock()):
+            if code in self._verdicts:
+                return self._verdicts[code]
+            verdict = await self._run(code)
+            if verdict.limit is None:  # Running over a limit may be the machine's doing.
+                self._verdicts[code] = verdict
+            return verdict
+
+    async def _run(self, code: str) -> Verdict:
+        source, entry = code, self._entry
+        if not entry:
+            source, entry = as_function(code), EXPRESSION_ENTRY
+        try:
+            return await self._run_once(source, entry)
+        except EnvironmentFailure as failure:
+            if failure.kind is not FailureKind.SANDBOX_LOST:
+                raise
+        return await self._run_once(source, entry)
+
+    async def _run_once(self, source: str, entry: str) -> Verdict:
+        return await self._sandbox.run_tests(source, entry, self._tests, timeout_s=CPU_LIMIT_S)
+
+
+class CodeEnv:
+    """Judges one reply."""
+
+    def __init__(self, judge: CodeJudge) -> None:
+        self._judge = judge
 
     async def step(self, reply: str, *, is_last: bool) -> EnvStep:
         """Return reward 1 when the code in the reply passes every hidden test, else 0.
@@ -73,23 +115,10 @@ class CodeEnv:
             EnvironmentFailure: the sandbox was lost twice.
         """
         code = extract_code(reply)
-        if code is None:
-            return _judged(None)
-        entry = self._entry
-        if not entry:
-            code, entry = as_function(code), EXPRESSION_ENTRY
-        try:
-            return _judged(await self._run(code, entry))
-        except EnvironmentFailure as failure:
-            if failure.kind is not FailureKind.SANDBOX_LOST:
-                raise
-        return _judged(await self._run(code, entry))
+        return _judged(None if code is None else await self._judge.verdict(code))
 
     async def close(self) -> None:
         """Nothing to free."""
-
-    async def _run(self, code: str, entry: str) -> Verdict:
-        return await self._sandbox.run_tests(code, entry, self._tests, timeout_s=CPU_LIMIT_S)
 
 
 def as_function(expression: str) -> str:

@@ -11,16 +11,19 @@ import pytest
 
 from marlaas.envs.base import EnvStep
 from marlaas.envs.catalog import make_family
-from marlaas.envs.code import CodeEnv, CodeFamily
+from marlaas.envs.code import CodeFamily
 from marlaas.envs.code_problems import CodeSettings
 from marlaas.envs.container import SandboxLimits
 from marlaas.envs.sandbox import Sandbox
 from marlaas.errors import EnvironmentFailure, FailureKind
+from marlaas.types import Prompt
 
 REFUSED = asyncio.run(Sandbox.probe())
 pytestmark = pytest.mark.skipif(REFUSED != "", reason=REFUSED)
 
-REFERENCE = {"tests": [[[1], 8], [[2], 10], [[-3], 0]], "entry": ""}
+PROBLEM = Prompt(
+    index=0, messages=(), reference={"tests": [[[1], 8], [[2], 10], [[-3], 0]], "entry": ""}
+)
 """(x + 3) * 2."""
 
 
@@ -39,12 +42,13 @@ def with_family(use: Callable[[CodeFamily], Awaitable], **settings: object):
 
 
 def judge(*replies: str) -> list[EnvStep]:
-    """Return what each reply earns under `REFERENCE`."""
+    """Return what each reply earns for `PROBLEM`."""
 
     async def use(family: CodeFamily) -> list[EnvStep]:
-        prompt = family.prompt(0, seed=0, split="train")
-        sandbox = family.make(prompt, 1)[0]._sandbox
-        return [await CodeEnv(sandbox, REFERENCE).step(reply, is_last=True) for reply in replies]
+        envs = family.make(PROBLEM, len(replies))
+        return [
+            await env.step(reply, is_last=True) for env, reply in zip(envs, replies, strict=True)
+        ]
 
     return with_family(use)
 
@@ -77,6 +81,35 @@ def test_only_all_tests_together_are_rewarded():
     assert (right.reward, right.metrics["tests_passed"]) == (1.0, 1.0)
     assert partly.reward == 0.0 and partly.metrics["tests_passed"] == pytest.approx(2 / 3)
     assert (wrong.reward, wrong.metrics["tests_passed"]) == (0.0, 0.0)
+
+
+def test_equal_code_in_a_group_is_run_once():
+    async def use(family: CodeFamily) -> tuple[list[float], list[EnvStep]]:
+        reply = "Answer: sum(range(5 * 10 ** 6)) * 0 + (x + 3) * 2"
+        spent_s, steps = [], []
+        for size in (1, 8):
+            before_s = family.cpu_s()
+            envs = family.make(PROBLEM, size)
+            steps = await asyncio.gather(*(env.step(reply, is_last=True) for env in envs))
+            spent_s.append(family.cpu_s() - before_s)
+        return spent_s, steps
+
+    (once_s, group_s), steps = with_family(use)
+    assert [step.reward for step in steps] == [1.0] * 8
+    assert group_s < 3 * once_s
+
+
+def test_a_cancelled_reply_leaves_its_siblings_to_find_the_verdict():
+    async def use(family: CodeFamily) -> EnvStep:
+        first, second = family.make(PROBLEM, 2)
+        reply = "Answer: sum(range(10 ** 6)) * 0 + (x + 3) * 2"
+        cancelled = asyncio.create_task(first.step(reply, is_last=True))
+        judged = asyncio.create_task(second.step(reply, is_last=True))
+        await asyncio.sleep(0.005)
+        cancelled.cancel()
+        return await judged
+
+    assert with_family(use).reward == 1.0
 
 
 def test_a_reply_without_code_earns_nothing_and_needs_no_sandbox():
@@ -125,14 +158,12 @@ def kill_containers(*already: int) -> list[int]:
 
 def test_a_lost_sandbox_is_tried_again_once():
     async def use(family: CodeFamily) -> None:
-        sandbox = family.make(family.prompt(0, seed=0, split="train"), 1)[0]._sandbox
+        first, second = family.make(PROBLEM, 2)
         killed = kill_containers()
         assert len(killed) == 1
-        step = await CodeEnv(sandbox, REFERENCE).step("Answer: (x + 3) * 2", is_last=True)
+        step = await first.step("Answer: (x + 3) * 2", is_last=True)
         assert step.reward == 1.0
-        judging = asyncio.create_task(
-            CodeEnv(sandbox, REFERENCE).step("Answer: max(iter(int, 1))", is_last=True)
-        )
+        judging = asyncio.create_task(second.step("Answer: max(iter(int, 1))", is_last=True))
         while not judging.done():
             killed += kill_containers(*killed)
             await asyncio.sleep(0.01)
