@@ -1,15 +1,21 @@
 """A tenant's own file judges replies: what it may return, and what becomes of its faults."""
 
 import asyncio
+import io
+import json
 import logging
+import re
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
+import marlaas
 from marlaas.envs.base import EnvStep
 from marlaas.envs.catalog import make_family
 from marlaas.envs.custom import CustomFamily, CustomSettings, check_environment
 from marlaas.envs.print_log import CALL_CHARACTERS, MINUTE_CHARACTERS, PrintLog
+from marlaas.envs.prompts import check_prompts
 from marlaas.envs.sandbox import Sandbox
 from marlaas.errors import EnvironmentFailure, FailureKind, InvalidRequest
 from marlaas.runtime import run_virtual
@@ -405,3 +411,13 @@ def test_uploads_may_come_from_another_thread():
         await family.stop()
 
     asyncio.run(main())
+
+
+def test_the_examples_of_the_docs_work():
+    docs = (Path(marlaas.__file__).parent.parent / "docs" / "jobs.md").read_text()
+    lines = re.search(r"```json\n(.*?)```", docs, re.DOTALL)
+    one_turn, turns = re.findall(r"```python\n(.*?)```", docs, re.DOTALL)
+    assert lines is not None and check_prompts(io.BytesIO(lines[1].encode())) == 2
+    prompt = json.loads(lines[1].splitlines()[0])
+    for source in (one_turn, turns):
+        asyncio.run(check_environment(source, prompt=prompt))
