@@ -25,7 +25,7 @@ from marlaas.envs.print_log import CALL_CHARACTERS, PrintLog
 from marlaas.envs.prompts import PromptSet
 from marlaas.envs.sandbox import CallReport, Limit, Sandbox, SourceFile, failure_kind
 from marlaas.envs.sandbox_child import START_AND_STEP
-from marlaas.envs.settings import in_range
+from marlaas.envs.settings import in_range, one_of
 from marlaas.errors import EnvironmentFailure, FailureKind, InvalidRequest
 from marlaas.types import Prompt
 
@@ -47,6 +47,8 @@ class CustomSettings:
     """The JSONL file: name or digest of an upload. Required."""
     eval_share: float = in_range(0.1, 0.0, 0.9)
     """Share of the distinct prompts that is held out."""
+    split_by: str = one_of("prompt", "line")
+    """What decides whether a line is held out: what the policy is shown of it, or all of it."""
     max_turns: int = in_range(1, 1, 64)
     """Most assistant turns; more than one needs `start` and `step`."""
     time_limit_s: float = in_range(5.0, 0.1, 300.0)
@@ -120,7 +122,12 @@ class CustomFamily:
         settings = self._settings
         content = await self._upload(settings.prompts)
         # Reading a million lines takes seconds, in which other jobs go on.
-        self._prompts = await asyncio.to_thread(prompt_set, content, settings.eval_share)
+        self._prompts = await asyncio.to_thread(prompt_set, content, settings)
+        if settings.eval_share > 0 and not self._prompts.size("eval"):
+            raise InvalidRequest(
+                "every line shows the policy the same, so no prompt can be held out: "
+                "set split_by: line, or eval_share: 0"
+            )
         source = source_text(await self._upload(settings.environment))
         self._file = EnvironmentFile(source, settings.limits, settings.time_limit_s, self._log)
         await self._file.start()
@@ -289,16 +296,18 @@ def source_text(source: str | bytes) -> str:
         ) from None
 
 
-def prompt_set(content: bytes, eval_share: float) -> PromptSet:
+def prompt_set(content: bytes, settings: CustomSettings) -> PromptSet:
     """Return the prompts of a file; jobs with the same content, as in a sweep, share them."""
-    key = (hashlib.sha256(content).hexdigest(), eval_share)
+    by_line = settings.split_by == "line"
+    key = (hashlib.sha256(content).hexdigest(), settings.eval_share, by_line)
     found = _prompt_sets.get(key)
     if found is None:
-        found = _prompt_sets[key] = PromptSet(content, eval_share)
+        found = PromptSet(content, settings.eval_share, by_line=by_line)
+        _prompt_sets[key] = found
     return found
 
 
-_prompt_sets: WeakValueDictionary[tuple[str, float], PromptSet] = WeakValueDictionary()
+_prompt_sets: WeakValueDictionary[tuple[str, float, bool], PromptSet] = WeakValueDictionary()
 
 LOOK = '''
 import inspect

@@ -5,7 +5,8 @@
 
 - Checking holds one line at a time, so a file of a million lines needs no more memory than one.
 - The hash of what the policy is shown decides between train and eval: a question that stands on two
-  lines is on one side with both, under every seed, and stays there when the file grows.
+  lines is on one side with both, under every seed, and stays there when the file grows. Where all
+  lines show the same (a game with a hidden board), the whole line may decide instead.
 - Items are drawn in a seeded order, each once before any comes again.
 """
 
@@ -65,7 +66,7 @@ def line_faults(line: bytes) -> list[str]:
 class PromptSet:
     """The prompts of a checked file, split and shuffled. Keeps the bytes and where lines begin."""
 
-    def __init__(self, content: bytes, eval_share: float) -> None:
+    def __init__(self, content: bytes, eval_share: float, *, by_line: bool = False) -> None:
         """Read every line once.
 
         Raises:
@@ -84,7 +85,7 @@ class PromptSet:
             if found:
                 faults += [f"line {len(self._starts)}: {fault}" for fault in found]
             else:
-                keys.append(_key(item))
+                keys.append(_key(item if by_line else shown(item)))
             start = end
         if faults or not keys:
             raise InvalidRequest(*(faults or ["the file of prompts is empty"]))
@@ -121,6 +122,11 @@ class PromptSet:
             order = rng("prompts", seed, split, epoch).permutation(self.size(split))
             self._orders[key] = order.astype(np.uint32)
         return self._orders[key]
+
+
+def shown(item: dict) -> object:
+    """Return what the policy sees of an item."""
+    return item["prompt"] if "prompt" in item else item["messages"]
 
 
 def opening(item: dict) -> tuple[Message, ...]:
@@ -220,10 +226,8 @@ def _shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def _key(item: dict) -> int:
-    """Return the hash of what the policy is shown of an item."""
-    shown = item["prompt"] if "prompt" in item else item["messages"]
-    digest = hashlib.blake2b(msgspec.json.encode(shown), digest_size=8).digest()
+def _key(value: object) -> int:
+    digest = hashlib.blake2b(msgspec.json.encode(value), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 

@@ -381,6 +381,8 @@ def test_an_unsuitable_form_and_missing_uploads_are_refused():
 
     with pytest.raises(InvalidRequest, match="several turns need start and step"):
         with_family(ADD, nothing, max_turns=3)
+    with pytest.raises(InvalidRequest, match="set split_by: line, or eval_share: 0"):
+        with_family(ADD, nothing, prompts=b'{"prompt": "x", "answer": 1}\n' * 9)
     with pytest.raises(InvalidRequest, match=r"line 1: prompt must be a string"):
         with_family(ADD, nothing, prompts=b'{"prompt": 3}\n')
     with pytest.raises(InvalidRequest) as caught:

@@ -122,6 +122,13 @@ def test_splits_never_meet_and_equal_questions_are_on_one_side():
     assert 30 < len(held_out) < 90 and prompts.size("eval") == 2 * len(held_out)
 
 
+def test_lines_that_show_the_same_can_be_split_by_the_whole_line():
+    content = b"".join(b'{"prompt": "Guess.", "answer": %d}\n' % i for i in range(100))
+    assert PromptSet(content, 0.2).size("eval") == 0
+    prompts = PromptSet(content, 0.2, by_line=True)
+    assert 5 < prompts.size("eval") < 40 and prompts.size("train") == 100 - prompts.size("eval")
+
+
 def test_a_held_out_prompt_stays_so_when_the_file_grows():
     small, large = PromptSet(numbered(300), 0.2), PromptSet(numbered(600), 0.2)
     before = set(drawn(small, "eval", small.size("eval")))
