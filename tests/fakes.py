@@ -17,6 +17,8 @@ import numpy as np
 from marlaas import runtime
 from marlaas.envs.base import EnvStep
 from marlaas.errors import EnvironmentFailure, FailureKind, NotFound, WorkerLost
+from marlaas.store.async_store import AsyncStore
+from marlaas.store.db import Store
 from marlaas.types import (
     AdamParams,
     AdapterSpec,
@@ -68,6 +70,39 @@ class ByteTokenizer:
     def _render(self, messages: Sequence[Message]) -> bytes:
         text = "".join(f"{message.role}:{message.content}\n" for message in messages)
         return f"{text}assistant:".encode("latin1")
+
+
+# ---------------------------------------------------------------------------------------------
+# Store
+
+
+class SlowStore(AsyncStore):
+    """A store whose calls take virtual time, before and after they are made, one after another.
+
+    Like the real one, it keeps the order of calls, and a cancelled caller still waits for its call.
+    """
+
+    def __init__(self, store: Store, *, call_s: float, seed: int) -> None:
+        super().__init__(store, is_threaded=False)
+        self._call_s = call_s
+        self._rng = runtime.rng("slow store", seed)
+        self._turn = asyncio.Lock()
+
+    async def call(self, function: Callable, *args: object, **kwargs: object) -> object:
+        calling = asyncio.ensure_future(self._call_in_turn(function, args, kwargs))
+        try:
+            return await asyncio.shield(calling)
+        except asyncio.CancelledError:
+            await asyncio.wait([calling])
+            raise
+
+    async def _call_in_turn(self, function: Callable, args: tuple, kwargs: dict) -> object:
+        async with self._turn:
+            await asyncio.sleep(self._call_s * self._rng.exponential())
+            try:
+                return function(self.store, *args, **kwargs)
+            finally:
+                await asyncio.sleep(self._call_s * self._rng.exponential())
 
 
 # ---------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from marlaas.loop.job import Job
 from marlaas.loop.policies import Placement, Policy, Station, Worker
 from marlaas.loop.rollout import ChatTokenizer, GroupPlan, GroupRollout
 from marlaas.loop.training import Outcome, train
+from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.types import (
     Generator,
@@ -76,14 +77,14 @@ class Controller:
     A controller on a store with unfinished jobs goes on with them.
 
         controller = Controller(store, workers, tokenizer, make_family=make_family)
-        controller.submit(spec)
+        await controller.submit(spec)
         await controller.run()
         store.job("acme", "sums").state             # JobState.DONE
     """
 
     def __init__(
         self,
-        store: Store,
+        store: AsyncStore,
         workers: Sequence[Worker],
         tokenizer: ChatTokenizer,
         *,
@@ -105,7 +106,7 @@ class Controller:
         self._wake = asyncio.Event()
         self._is_stopping = False
 
-    def submit(self, spec: JobSpec) -> None:
+    async def submit(self, spec: JobSpec) -> None:
         """Accept a job; it starts at once if the controller runs.
 
         Raises:
@@ -114,12 +115,14 @@ class Controller:
         """
         algorithms.resolve(spec.algorithm)
         self._make_family(spec)
-        if self._store.add_job(spec.tenant, spec) and self._tasks is not None:
+        is_new = await self._store.call(Store.add_job, spec.tenant, spec)
+        if is_new and self._tasks is not None:
             self._tasks.create_task(self._run_job(spec))
 
     async def run(self) -> None:
         """Run every unfinished job of the store to its end, or until `stop`."""
-        unfinished = [row.spec for row in self._store.all_jobs() if row.state.is_active]
+        rows = await self._store.call(Store.all_jobs)
+        unfinished = [row.spec for row in rows if row.state.is_active]
         try:
             async with asyncio.TaskGroup() as stages:
                 admission = stages.create_task(self._admit())
@@ -156,13 +159,14 @@ class Controller:
         rollout = GroupRollout(job.spec, job.family, self._tokenizer, plan)
         job.rollouts[plan] = rollout
         try:
+            await self._note_open(job, plan)
             group = await rollout.run(generator)
         except WorkerLost:
             await job.policy.recover()
             job.give_back(plan)
         else:
             job.policy.station.settle(job.spec, group, estimate_s, is_training=plan.is_training)
-            self._hand_over(job, plan, group)
+            await self._hand_over(job, plan, group)
         finally:
             del job.rollouts[plan]
         self._ready(job)
@@ -177,9 +181,7 @@ class Controller:
             groups = await job.buffer.take(deadline_s=job.spec.straggler_deadline_s, cut=job.cut)
             if groups is None:
                 return
-            outcome = await self._step(job, groups)
-            await job.all_tidied()
-            record = self._commit(job, groups, outcome)
+            record = await self._step(job, groups)
             await self._publish(job, record)
             job.check_progress(record, groups)
 
@@ -206,13 +208,13 @@ class Controller:
         """Judge a version on held-out prompts while training goes on."""
         try:
             await evaluation.done.wait()
+            record = evaluation.record(job.elapsed_s)
+            await self._store.call(Store.add_evaluation, job.spec.tenant, job.spec.name, record)
+            job.note(record)
         finally:
             del job.evaluations[evaluation.version]
             job.policy.let_go(evaluation.version)
-        record = evaluation.record(job.elapsed_s)
-        self._store.add_evaluation(job.spec.tenant, job.spec.name, record)
         self._tell(lambda observer: observer.eval_done(job.spec, record))
-        job.note(record)
 
     # The life of a job ------------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class Controller:
             except* MarlaasError as errors:
                 state, reason, is_done = JobState.FAILED, _first_message(errors), True
             if is_done:
-                self._set_state(spec, state, reason)
+                await self._set_state(spec, state, reason)
 
     async def _live(self, spec: JobSpec, tasks: asyncio.TaskGroup) -> bool:
         """Run a job; return False if it was stopped before its end."""
@@ -245,29 +247,29 @@ class Controller:
             await self._train(job)
             await job.all_tidied()
             await self._judge_last(job)
-            return job.is_trained and not self._missing_evaluations(job)
+            return job.is_trained and not await self._missing_evaluations(job)
         finally:
             await self._close(job)
 
     async def _open(self, job: Job) -> None:
         """Set a job where the store left it: environment up, policy live, evaluations under way."""
-        job.restore(self._store)
+        await job.restore(self._store)
         await job.family.start()
-        missing = self._missing_evaluations(job)
+        missing = await self._missing_evaluations(job)
         for version in missing:
             job.policy.hold(version)
         await job.policy.start(job.buffer.oldest_needed_version())
         for version in missing:
             job.policy.let_go(version)
             self._start_evaluation(job, version)
-        self._set_state(job.spec, JobState.RUNNING)
+        await self._set_state(job.spec, JobState.RUNNING)
         self._ready(job)
 
     async def _judge_last(self, job: Job) -> None:
         """Wait for all evaluations; a job that stopped early has its last version judged too."""
         if job.is_trained:
             job.cancel_training_rollouts()
-            for version in self._missing_evaluations(job) - job.evaluations.keys():
+            for version in await self._missing_evaluations(job):
                 self._start_evaluation(job, version)
         await job.all_judged()
 
@@ -280,16 +282,15 @@ class Controller:
         self._placement.release(job.spec)
         await job.family.stop()
 
-    def _missing_evaluations(self, job: Job) -> set[int]:
-        """Return the versions that are due to be judged, were not, and still can be."""
+    async def _missing_evaluations(self, job: Job) -> set[int]:
+        """Return the versions that are due to be judged, are not about to be, and can be."""
+        rows = await self._store.call(Store.versions, job.spec.tenant, job.spec.name)
         spec, newest = job.spec, job.buffer.version
-        judged = {record.version for record in self._store.evaluations(spec.tenant, spec.name)}
-        rows = self._store.versions(spec.tenant, spec.name)
         kept = {row.version for row in rows if row.has_adapter}
         due = {version for version in kept | {0, newest} if is_due(spec, version)}
         if job.is_satisfied:
             due.add(newest)
-        return due - judged
+        return due - job.judged - job.evaluations.keys()
 
     def _waits_for_verdicts(self, job: Job) -> bool:
         """Return whether evaluations come before the next step: in the old way, and where a seed
@@ -306,45 +307,58 @@ class Controller:
             self._wake.set()
 
     def _open_group(self, job: Job, station: Station) -> None:
-        """Open what a job opens next and charge it; one with nothing to open leaves the queue."""
+        """Open what a job opens next and charge it; one with nothing to open leaves the queue.
+
+        Slot, charge and places are taken at once, so that nothing else can take them meanwhile;
+        the store hears of it as the rollout's first act.
+        """
         plan = job.next_plan()
         if plan is None:
             station.queue.discard(job.spec)
             return
-        if plan.is_training:
-            self._store.open_group(job.spec.tenant, job.spec.name, plan.index, version=plan.version)
         estimate_s = station.charge(job.spec, plan.size)
         generator = job.policy.generator(plan.size)  # its places are reserved from here on
         task = job.spawn_rollout(plan, self._roll_out(job, plan, generator, estimate_s))
         task.add_done_callback(lambda _: generator.close())
 
-    def _hand_over(self, job: Job, plan: GroupPlan, group: Group) -> None:
+    async def _note_open(self, job: Job, plan: GroupPlan) -> None:
+        """Record a training group before it is sampled."""
+        if plan.is_training:
+            await self._store.call(
+                Store.open_group, job.spec.tenant, job.spec.name, plan.index, version=plan.version
+            )
+
+    async def _hand_over(self, job: Job, plan: GroupPlan, group: Group) -> None:
         """Give a finished group to whoever asked for it; training groups are stored first."""
         if not plan.is_training:
             job.judge(group)
             return
-        self._store.finish_group(job.spec.tenant, job.spec.name, group)
+        await self._store.call(Store.finish_group, job.spec.tenant, job.spec.name, group)
         job.buffer.finish(group)
         self._tell(lambda observer: observer.group_done(job.spec, group))
 
-    async def _step(self, job: Job, groups: list[Group]) -> Outcome:
-        """Train on groups until a worker lives through it.
+    async def _step(self, job: Job, groups: list[Group]) -> StepRecord:
+        """Train on groups until a worker lives through it, and make the step durable.
 
         Raises:
             WorkerLost: none does; the step itself may be what ends them.
         """
         for attempt in range(MAX_ATTEMPTS):
             await asyncio.sleep(job.wait_before_attempt_s(attempt))
+            home = job.policy.home
             try:
-                return await train(
+                outcome = await train(
                     job.policy, job.spec, job.algorithm, groups, gap_bound=self._settings.gap_bound
                 )
+                await job.all_tidied()
+                job.policy.check_home(home)
+                return await self._commit(job, groups, outcome)
             except WorkerLost:
                 await job.policy.recover()
         step = job.policy.version + 1
         raise WorkerLost(f"workers were lost in all of {MAX_ATTEMPTS} attempts at step {step}")
 
-    def _commit(self, job: Job, groups: list[Group], outcome: Outcome) -> StepRecord:
+    async def _commit(self, job: Job, groups: list[Group], outcome: Outcome) -> StepRecord:
         """Make a step durable in one transaction, before anyone can see it."""
         record = StepRecord(
             step=outcome.result.version,
@@ -355,7 +369,9 @@ class Controller:
             metrics=outcome.metrics,
             elapsed_s=job.elapsed_s,
         )
-        self._store.commit_step(job.spec.tenant, job.spec.name, record, dropped=outcome.dropped)
+        await self._store.call(
+            Store.commit_step, job.spec.tenant, job.spec.name, record, dropped=outcome.dropped
+        )
         return record
 
     def _start_evaluation(self, job: Job, version: int) -> None:
@@ -367,8 +383,8 @@ class Controller:
         job.spawn_evaluation(self._evaluate(job, evaluation))
         self._ready(job)
 
-    def _set_state(self, spec: JobSpec, state: JobState, reason: str = "") -> None:
-        self._store.set_job_state(spec.tenant, spec.name, state, reason)
+    async def _set_state(self, spec: JobSpec, state: JobState, reason: str = "") -> None:
+        await self._store.call(Store.set_job_state, spec.tenant, spec.name, state, reason)
         self._tell(lambda observer: observer.job_state(spec, state, reason))
 
     def _tell(self, notify: Callable[[JobObserver], None]) -> None:

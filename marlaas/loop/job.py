@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Coroutine
+from dataclasses import dataclass
 
 from marlaas import runtime
 from marlaas.envs.base import Family
@@ -12,18 +13,42 @@ from marlaas.loop.buffer import Buffer, Ticket
 from marlaas.loop.evaluation import Evaluation
 from marlaas.loop.policies import Policy
 from marlaas.loop.rollout import GroupPlan, GroupRollout
-from marlaas.store.db import GroupState, Store
-from marlaas.types import EvalRecord, Group, JobSpec, StepRecord
+from marlaas.store.async_store import AsyncStore
+from marlaas.store.db import GroupState, Store, StoredJob
+from marlaas.types import EvalRecord, Group, JobSpec, StepRecord, TenantId
 
 MAX_BARREN_STEPS = 3
 """Steps in a row without a single verdict, or with a vetoed update, after which a job stops."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the store says of a job's earlier runs."""
+
+    job: StoredJob
+    consumed: list[int]
+    """Indices of the groups that steps have taken."""
+    finished: list[Group]
+    """Groups that no step has taken yet."""
+    evaluations: list[EvalRecord]
+
+    @classmethod
+    def read(cls, store: Store, tenant_id: TenantId, name: str) -> "Progress":
+        """Read everything in one call of the store."""
+        rows = store.groups(tenant_id, name, GroupState.FINISHED)
+        return cls(
+            job=store.job(tenant_id, name),
+            consumed=store.consumed_groups(tenant_id, name),
+            finished=[row.group for row in rows if row.group is not None],
+            evaluations=store.evaluations(tenant_id, name),
+        )
 
 
 class Job:
     """The parts of one running job; the controller moves it, `restore` sets it where it was left.
 
     job = Job(spec, family, policy, tasks)
-    job.restore(store)
+    await job.restore(store)
     plan = job.next_plan()         # a training group or a held-out prompt; None: nothing to open
     job.give_back(plan)            # its worker was lost: it is opened again
     """
@@ -47,6 +72,8 @@ class Job:
         """Groups and held-out prompts being sampled."""
         self.evaluations: dict[int, Evaluation] = {}
         """Version -> evaluation in progress."""
+        self.judged: set[int] = set()
+        """Versions with a stored evaluation."""
         self.judging: set[asyncio.Task[None]] = set()
         """Evaluations in progress."""
         self._sampling: set[asyncio.Task[None]] = set()
@@ -56,20 +83,19 @@ class Job:
         self._tidying: set[asyncio.Task[None]] = set()
         self._tasks = tasks
         self._waiting: deque[Evaluation] = deque()
+        self._is_broken = False
+        """A task failed, so that the others are about to be ended and none can be added."""
         self._num_evals_owed = 0
         self._num_vetoed = 0
         self._num_failed = 0
         self._began_s = runtime.now_s()
 
-    def restore(self, store: Store) -> None:
+    async def restore(self, store: AsyncStore) -> None:
         """Take over what the store says of earlier runs."""
-        tenant, name = self.spec.tenant, self.spec.name
-        stored = store.job(tenant, name)
-        self._began_s = runtime.now_s() - stored.elapsed_s
-        rows = store.groups(tenant, name, GroupState.FINISHED)
-        finished = [row.group for row in rows if row.group is not None]
-        self.buffer.restore(stored.step, store.consumed_groups(tenant, name), finished)
-        for record in store.evaluations(tenant, name):
+        progress = await store.call(Progress.read, self.spec.tenant, self.spec.name)
+        self._began_s = runtime.now_s() - progress.job.elapsed_s
+        self.buffer.restore(progress.job.step, progress.consumed, progress.finished)
+        for record in progress.evaluations:
             self.note(record)
 
     @property
@@ -92,6 +118,8 @@ class Job:
     def next_plan(self) -> GroupPlan | None:
         """Return what is opened next: for each trajectory trained on, one held-out prompt, while
         there are both; what has nothing to open leaves its place to the other."""
+        if self._is_broken:
+            return None
         if self._num_evals_owed > 0:
             plan = self._next_eval() or self._next_group()
         else:
@@ -173,7 +201,8 @@ class Job:
         return (0.5 + jitter) * 2.0 ** (attempt - 2)
 
     def note(self, record: EvalRecord) -> None:
-        """Stop training once an evaluation is good enough."""
+        """Take over a verdict that is stored; stop training once one is good enough."""
+        self.judged.add(record.version)
         if 0 < self.spec.stop_at_success <= record.success:
             self.is_satisfied = True
             self.buffer.close()
@@ -220,4 +249,8 @@ class Job:
         task = self._tasks.create_task(coroutine)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        task.add_done_callback(self._notice_failure)
         return task
+
+    def _notice_failure(self, task: asyncio.Task[None]) -> None:
+        self._is_broken |= not task.cancelled() and task.exception() is not None

@@ -15,16 +15,18 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, TypeVar, TypeVarTuple
 
 from marlaas import runtime
-from marlaas.errors import PolicyDiverged, WorkerLost
+from marlaas.errors import NotFound, PolicyDiverged, WorkerLost
 from marlaas.loop.fairness import CostModel, FairQueue, TokenCounts, WorkerLoad
+from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.store.files import VersionFiles
 from marlaas.types import (
     Capabilities,
     Completion,
+    EvalRecord,
     GenerateRequest,
     Generator,
     Group,
@@ -33,6 +35,9 @@ from marlaas.types import (
     Trainer,
     WorkerStats,
 )
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 MAX_RECOVERIES = 5
 """Times that a worker may be lost while it brings one policy back, before the job gives up."""
@@ -222,14 +227,16 @@ class Policy:
 
         policy = Policy(spec, placement, store, on_room=wake)
         await policy.start(oldest_needed=0)
+        home = policy.home
         result = await policy.trainer.optim_step(spec.policy_id, adam, policy.snapshot_path(1))
-        store.commit_step(...)                                # durable before visible
+        policy.check_home(home)                               # or the step is made again
+        await store.call(Store.commit_step, ...)              # durable before visible
         await policy.publish(result.version)
         await policy.retire(oldest_needed=result.version)
     """
 
     def __init__(
-        self, spec: JobSpec, placement: Placement, store: Store, on_room: Callable[[], None]
+        self, spec: JobSpec, placement: Placement, store: AsyncStore, on_room: Callable[[], None]
     ) -> None:
         self.version = 0
         self._spec = spec
@@ -240,6 +247,8 @@ class Policy:
         self._held: Counter[int] = Counter()
         self._oldest_needed = 0
         self._home = NOWHERE
+        self._touched = NOWHERE
+        """Where some of the policy may lie, even if bringing it there was given up halfway."""
         self._lock = asyncio.Lock()
 
     # Where ----------------------------------------------------------------------------------
@@ -259,6 +268,23 @@ class Policy:
         if _home(worker) != self._home:
             raise WorkerLost(f"{worker.name} does not hold {self._spec.policy_id}")
         return worker.trainer
+
+    @property
+    def home(self) -> Home:
+        """Where the policy was loaded last."""
+        return self._home
+
+    def check_home(self, home: Home) -> None:
+        """Make sure, right before a step is committed, that the version it made is still there.
+
+        A policy that is brought back after the commit began finds that step in the store; one that
+        came back before is a version behind, and the step must be made again.
+
+        Raises:
+            WorkerLost: the policy was or must be loaded anew since it lived at `home`.
+        """
+        if not home == self._home == _home(self.station.worker):
+            raise WorkerLost(f"{self._spec.policy_id} was loaded anew before its step was stored")
 
     def generator(self, num_sequences: int) -> PolicyGenerator:
         """Return the generator of one group, bound to the worker that holds the policy now."""
@@ -292,6 +318,8 @@ class Policy:
                 if home == self._home:
                     return
                 with suppress(WorkerLost):
+                    await self._forget()
+                    self._touched = home
                     await self._bring_back(self.station.worker.trainer)
                     self._home = home
                     return
@@ -300,9 +328,10 @@ class Policy:
     async def publish(self, version: int) -> None:
         """Make the committed version the one that new rollouts use."""
         try:
-            await self.trainer.publish(self._spec.policy_id, version)
-            self.version = version
-            self._live.add(version)
+            if self.version < version:
+                await self.trainer.publish(self._spec.policy_id, version)
+                self.version = version
+                self._live.add(version)
         except WorkerLost:
             await self.recover()  # loads what was committed, live
         assert self.version == version
@@ -313,7 +342,8 @@ class Policy:
             await self._save_adapter(self.trainer, self.version)
         except WorkerLost:
             await self.recover()  # writes it too
-        self._store.prune_adapters(self._spec.tenant, self._spec.name, self._kept_versions())
+        evaluations = await self._call(Store.evaluations)
+        await self._call(Store.prune_adapters, self._kept_versions(evaluations))
 
     async def retire(self, oldest_needed: int) -> None:
         """Let go of live versions before `oldest_needed` that nobody holds."""
@@ -339,21 +369,29 @@ class Policy:
     async def remove(self) -> None:
         """Forget the policy; its place becomes free."""
         with suppress(WorkerLost):
-            await self.trainer.remove(self._spec.policy_id)
+            await self._forget()
         self._live.clear()
         self._home = NOWHERE
 
     # ----------------------------------------------------------------------------------------
 
+    async def _forget(self) -> None:
+        """Take whatever there is of the policy off the worker that is there now."""
+        worker = self.station.worker
+        if _home(worker) == self._touched:
+            with suppress(NotFound):
+                await worker.trainer.remove(self._spec.policy_id)
+        self._touched = NOWHERE
+
     async def _bring_back(self, trainer: Trainer) -> None:
-        spec, step = self._spec, self._stored_step()
+        spec, step = self._spec, (await self._call(Store.job)).step
         if step == 0:
             adapter_hash = await trainer.create(spec.policy_id, spec.adapter)
-            self._store.add_first_version(spec.tenant, spec.name, adapter_hash)
+            await self._call(Store.add_first_version, adapter_hash)
         else:
             result = await trainer.load(spec.policy_id, self._files(step).state)
             adapter_hash = result.adapter_hash
-        versions = {row.version: row for row in self._store.versions(spec.tenant, spec.name)}
+        versions = {row.version: row for row in await self._call(Store.versions)}
         if adapter_hash != versions[step].adapter_hash:
             raise PolicyDiverged(
                 f"version {step} came back as {adapter_hash}, committed was "
@@ -378,21 +416,21 @@ class Policy:
     async def _save_adapter(self, trainer: Trainer, version: int) -> None:
         files = self._files(version).prepare()
         await trainer.save_adapter(self._spec.policy_id, version, files.adapter)
-        self._store.keep_adapter(self._spec.tenant, self._spec.name, version)
+        await self._call(Store.keep_adapter, version)
 
-    def _kept_versions(self) -> set[int]:
+    def _kept_versions(self, evaluations: Sequence[EvalRecord]) -> set[int]:
         """Return the versions whose adapters stay: first, best, newest, held, and those that a
         fixed-lag schedule would need after a restart."""
         spec = self._spec
-        evaluations = self._store.evaluations(spec.tenant, spec.name)
         best = max(evaluations, key=lambda record: record.success, default=None)
         num_newest = max(spec.keep_versions, spec.max_staleness + 2 if spec.is_seeded else 1)
         newest = range(max(0, self.version - num_newest + 1), self.version + 1)
         held = (version for version, count in self._held.items() if count)
         return {0, *newest, *held, *([best.version] if best else [])}
 
-    def _stored_step(self) -> int:
-        return self._store.job(self._spec.tenant, self._spec.name).step
+    async def _call(self, function: Callable[[Store, TenantId, str, *Ts], T], *args: *Ts) -> T:
+        """Call a function of the store on this job."""
+        return await self._store.call(function, self._spec.tenant, self._spec.name, *args)
 
     def _files(self, version: int) -> VersionFiles:
         return self._store.files.version(self._spec.tenant, self._spec.name, version)

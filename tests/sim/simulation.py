@@ -19,9 +19,10 @@ from pathlib import Path
 from marlaas import runtime
 from marlaas.loop.algorithms import PRESETS
 from marlaas.loop.controller import Controller, Mode
+from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.types import JobSpec
-from tests.fakes import ByteTokenizer, FakeWorker, Recorder, Speed, family_of
+from tests.fakes import ByteTokenizer, FakeWorker, Recorder, SlowStore, Speed, family_of
 
 MAX_LIVES = 40
 MAX_VIRTUAL_S = 1e7
@@ -64,6 +65,8 @@ class Plan:
     kills: tuple[tuple[float, int], ...] = ()
     """In the first life: when which worker is lost."""
     mode: Mode = Mode.ASYNC
+    store_s: float = 0.0
+    """How long a call of the store takes, twice, on average; 0: it is made where it stands."""
 
     @classmethod
     def draw(cls, seed: int) -> "Plan":
@@ -83,6 +86,7 @@ class Plan:
                 for _ in range(rng.choice([0, 0, 1, 3]))
             ),
             mode=Mode.LOCKSTEP if rng.random() < 0.1 else Mode.ASYNC,
+            store_s=rng.choice([0.0, 0.001, 0.05]),
         )
 
     def alone(self, spec: JobSpec) -> "Plan":
@@ -157,15 +161,21 @@ def _is_crash(error: BaseException) -> bool:
     return isinstance(error, Crash)
 
 
+def _async_store(plan: Plan, store: Store) -> AsyncStore:
+    if plan.store_s:
+        return SlowStore(store, call_s=plan.store_s, seed=len(plan.specs))
+    return AsyncStore(store, is_threaded=False)
+
+
 async def _live(plan: Plan, outcome: Outcome, kills: tuple[tuple[float, int], ...]) -> None:
     workers = [FakeWorker(f"worker-{i}", speed=plan.speed) for i in range(plan.num_workers)]
     outcome.workers = workers
     controller = Controller(
-        outcome.store, workers, ByteTokenizer(), make_family=family_of, observer=outcome.recorder,
-        mode=plan.mode,
+        _async_store(plan, outcome.store), workers, ByteTokenizer(),
+        make_family=family_of, observer=outcome.recorder, mode=plan.mode,
     )  # fmt: skip
     for spec in plan.specs:
-        controller.submit(spec)
+        await controller.submit(spec)
     loop = asyncio.get_running_loop()
     for when_s, index in kills:
         loop.call_later(when_s, workers[index].kill)
