@@ -32,6 +32,7 @@ from marlaas.types import (
     JobSpec,
     JobState,
     Message,
+    Notice,
     Objective,
     PolicyId,
     Prompt,
@@ -392,20 +393,30 @@ class FakeWorker:
     async def create(self, policy_id: PolicyId, spec: AdapterSpec) -> str:
         await self._work(self.speed.call_s)
         logits = np.zeros(len(ALPHABET))
-        self.policies[policy_id] = FakePolicy(logits, live={0: logits})
+        self._add(policy_id, FakePolicy(logits, live={0: logits}))
+        return hash_of(logits)
+
+    async def create_from(self, policy_id: PolicyId, spec: AdapterSpec, source: str) -> str:
+        await self._work(self.speed.call_s)
+        path = Path(source)
+        _, logits = _read(path / "adapter" if path.is_dir() else path)
+        self._add(policy_id, FakePolicy(logits, live={0: logits}))
         return hash_of(logits)
 
     async def load(self, policy_id: PolicyId, snapshot: str) -> StepResult:
         await self._work(self.speed.call_s)
         version, logits = _read(Path(snapshot))
-        self.policies[policy_id] = FakePolicy(logits, version=version, live={version: logits})
+        self._add(policy_id, FakePolicy(logits, version=version, live={version: logits}))
         return StepResult(version=version, grad_norm=0.0, adapter_hash=hash_of(logits))
 
     async def load_version(self, policy_id: PolicyId, version: int, folder: str) -> str:
         await self._work(self.speed.call_s)
-        stored, logits = _read(Path(folder) / "adapter")
-        assert stored == version
-        self._policy(policy_id).live[version] = logits
+        _, logits = _read(Path(folder) / "adapter")
+        if policy_id not in self.policies:
+            self._add(policy_id, FakePolicy(logits))
+        live = self._policy(policy_id).live
+        assert version not in live, f"{policy_id} v{version} is loaded already"
+        live[version] = logits
         return hash_of(logits)
 
     async def forward_backward(
@@ -487,7 +498,12 @@ class FakeWorker:
 
     async def remove(self, policy_id: PolicyId) -> None:
         await self._work(self.speed.call_s)
-        self.policies.pop(policy_id, None)
+        if self.policies.pop(policy_id, None) is None:
+            raise NotFound(f"{self.name} has no policy {policy_id}")
+
+    def _add(self, policy_id: PolicyId, policy: FakePolicy) -> None:
+        assert policy_id not in self.policies, f"{policy_id} is loaded already"
+        self.policies[policy_id] = policy
 
     def _score(self, logits: np.ndarray, datum: Datum) -> np.ndarray:
         logprob_V = logprobs_of(logits, datum.temperature)
@@ -530,6 +546,10 @@ class Recorder:
     steps: list[tuple[str, StepRecord]] = field(default_factory=list)
     evaluations: list[tuple[str, EvalRecord]] = field(default_factory=list)
     groups: list[tuple[str, Group]] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+
+    def notice(self, spec: JobSpec, notice: Notice) -> None:
+        self.notices.append(notice)
 
     def job_state(self, spec: JobSpec, state: JobState, reason: str) -> None:
         self.states.append((spec.job_id, state, reason))

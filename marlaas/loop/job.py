@@ -13,12 +13,16 @@ from marlaas.loop.buffer import Buffer, Ticket
 from marlaas.loop.evaluation import Evaluation
 from marlaas.loop.policies import Policy
 from marlaas.loop.rollout import GroupPlan, GroupRollout
+from marlaas.loop.usage import Meter
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import GroupState, Store, StoredJob
 from marlaas.types import EvalRecord, Group, JobSpec, StepRecord, TenantId
 
 MAX_BARREN_STEPS = 3
 """Steps in a row without a single verdict, or with a vetoed update, after which a job stops."""
+
+FOLLOW_PACE = 0.3
+"""Weight of the newest step in the running mean of a job's pace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,13 @@ class Job:
             max_staleness=spec.max_staleness,
             is_seeded=spec.is_seeded,
         )
+        self.meter = Meter(spec)
+        self.is_open = False
+        """Its policy is live, so that groups can be opened."""
+        self.pace_s: float | None = None
+        """Seconds from step to step, lately; None before two steps of this run."""
+        self.stepped_s = 0.0
+        """When this run's last step was published, on the loop's clock."""
         self.is_satisfied = False
         """An evaluation reached `stop_at_success`."""
         self.rollouts: dict[GroupPlan, GroupRollout] = {}
@@ -83,8 +94,6 @@ class Job:
         self._tidying: set[asyncio.Task[None]] = set()
         self._tasks = tasks
         self._waiting: deque[Evaluation] = deque()
-        self._is_broken = False
-        """A task failed, so that the others are about to be ended and none can be added."""
         self._num_evals_owed = 0
         self._num_vetoed = 0
         self._num_failed = 0
@@ -94,6 +103,7 @@ class Job:
         """Take over what the store says of earlier runs."""
         progress = await store.call(Progress.read, self.spec.tenant, self.spec.name)
         self._began_s = runtime.now_s() - progress.job.elapsed_s
+        self.meter.restore(progress.job.usage)
         self.buffer.restore(progress.job.step, progress.consumed, progress.finished)
         for record in progress.evaluations:
             self.note(record)
@@ -118,8 +128,6 @@ class Job:
     def next_plan(self) -> GroupPlan | None:
         """Return what is opened next: for each trajectory trained on, one held-out prompt, while
         there are both; what has nothing to open leaves its place to the other."""
-        if self._is_broken:
-            return None
         if self._num_evals_owed > 0:
             plan = self._next_eval() or self._next_group()
         else:
@@ -189,6 +197,15 @@ class Job:
                 f"no verdict in {MAX_BARREN_STEPS} steps; the last said {last.end}: {last.detail}",
             )
 
+    def note_step(self) -> None:
+        """A step was published: follow the pace."""
+        now_s = runtime.now_s()
+        if self.stepped_s > 0:
+            taken_s = now_s - self.stepped_s
+            pace_s = taken_s if self.pace_s is None else self.pace_s
+            self.pace_s = pace_s + FOLLOW_PACE * (taken_s - pace_s)
+        self.stepped_s = now_s
+
     def wait_before_attempt_s(self, attempt: int) -> float:
         """Return how long to wait before a step is tried again after its worker was lost.
 
@@ -253,4 +270,6 @@ class Job:
         return task
 
     def _notice_failure(self, task: asyncio.Task[None]) -> None:
-        self._is_broken |= not task.cancelled() and task.exception() is not None
+        """A task that failed ends the others, and none can be added from now on."""
+        if not task.cancelled() and task.exception() is not None:
+            self.is_open = False

@@ -18,8 +18,10 @@ from contextlib import suppress
 from typing import Protocol, TypeVar, TypeVarTuple
 
 from marlaas import runtime
-from marlaas.errors import NotFound, PolicyDiverged, WorkerLost
+from marlaas.errors import NotFound, PolicyDiverged, StoreUnavailable, WorkerLost
 from marlaas.loop.fairness import CostModel, FairQueue, TokenCounts, WorkerLoad
+from marlaas.loop.forks import take_fork
+from marlaas.loop.watchdog import Stage, Watch
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.store.files import VersionFiles
@@ -104,12 +106,14 @@ class Station:
         self.queue.charge(spec, estimate_s)
         return estimate_s
 
-    def settle(self, spec: JobSpec, group: Group, estimate_s: float, *, is_training: bool) -> None:
-        """Correct the charge to what a finished group cost, and learn from it."""
+    def settle(self, spec: JobSpec, group: Group, estimate_s: float, *, is_training: bool) -> float:
+        """Correct the charge to what a finished group cost, and learn from it; return the cost."""
         counts = TokenCounts.of(group, is_training=is_training)
         if is_training:
             self.costs.learn(spec.job_id, counts)
-        self.queue.charge(spec, self.costs.seconds(counts) - estimate_s)
+        cost_s = self.costs.seconds(counts)
+        self.queue.charge(spec, cost_s - estimate_s)
+        return cost_s
 
     def forget(self, spec: JobSpec) -> None:
         """A job lives here no more."""
@@ -180,10 +184,19 @@ class PolicyGenerator:
     """
 
     def __init__(
-        self, station: Station, home: Home, num_sequences: int, on_leave: Callable[[], None]
+        self,
+        station: Station,
+        home: Home,
+        num_sequences: int,
+        *,
+        spec: JobSpec,
+        watch: Watch,
+        on_leave: Callable[[], None],
     ) -> None:
         self._station = station
         self._home = home
+        self._spec = spec
+        self._watch = watch
         self._num_reserved = num_sequences
         self._on_leave = on_leave
         station.load.num_reserved += num_sequences
@@ -198,7 +211,9 @@ class PolicyGenerator:
         with self._station.load.sampling(kv_tokens, self._on_leave):
             if not self._is_bound:
                 raise WorkerLost(f"{self._station.worker.name} was started anew")
-            return await self._station.worker.generator.generate(request)
+            worker = self._station.worker
+            with self._watch(self._spec, Stage.ROLLOUT, f"{worker.name} samples a turn"):
+                return await worker.generator.generate(request)
 
     async def release(self, sequence_ids: Sequence[str]) -> None:
         if self._is_bound:
@@ -225,7 +240,7 @@ class Policy:
     The train stage calls `trainer` verbs, then `publish` and `retire`; the rollout stage asks for a
     `generator`; evaluations `hold` the version they need. Who sees `WorkerLost` awaits `recover`.
 
-        policy = Policy(spec, placement, store, on_room=wake)
+        policy = Policy(spec, placement, store, watch=watchdog.watch, on_room=wake)
         await policy.start(oldest_needed=0)
         home = policy.home
         result = await policy.trainer.optim_step(spec.policy_id, adam, policy.snapshot_path(1))
@@ -236,12 +251,19 @@ class Policy:
     """
 
     def __init__(
-        self, spec: JobSpec, placement: Placement, store: AsyncStore, on_room: Callable[[], None]
+        self,
+        spec: JobSpec,
+        placement: Placement,
+        store: AsyncStore,
+        *,
+        watch: Watch,
+        on_room: Callable[[], None],
     ) -> None:
         self.version = 0
         self._spec = spec
         self._placement = placement
         self._store = store
+        self._watch = watch
         self._on_room = on_room
         self._live: set[int] = set()
         self._held: Counter[int] = Counter()
@@ -288,7 +310,14 @@ class Policy:
 
     def generator(self, num_sequences: int) -> PolicyGenerator:
         """Return the generator of one group, bound to the worker that holds the policy now."""
-        return PolicyGenerator(self.station, self._home, num_sequences, self._on_room)
+        return PolicyGenerator(
+            self.station,
+            self._home,
+            num_sequences,
+            spec=self._spec,
+            watch=self._watch,
+            on_leave=self._on_room,
+        )
 
     def snapshot_path(self, version: int) -> str:
         """Return where the training state of a version is to be written."""
@@ -309,21 +338,24 @@ class Policy:
         """
         async with self._lock:
             for _ in range(MAX_RECOVERIES):
-                try:
-                    await self.station.worker.recover()
-                except WorkerLost:
-                    self._placement.move(self._spec)
-                    continue
-                home = _home(self.station.worker)
-                if home == self._home:
-                    return
-                with suppress(WorkerLost):
-                    await self._forget()
-                    self._touched = home
-                    await self._bring_back(self.station.worker.trainer)
-                    self._home = home
-                    return
+                worker = self.station.worker
+                with self._watch(self._spec, Stage.WORKER, f"{worker.name} is to hold the policy"):
+                    if await self._recover_on(worker):
+                        return
             raise WorkerLost(f"{self._spec.policy_id}: lost {MAX_RECOVERIES} times in a row")
+
+    async def bring(self, version: int) -> None:
+        """Make an older version live whose adapter is kept; nothing happens if it is live. Whoever
+        needs it holds it."""
+        async with self._lock:
+            if version in self._live or version == self.version:
+                return
+            with suppress(WorkerLost):  # recovery brings held versions with it
+                folder = self._files(version).adapter
+                await self.trainer.load_version(self._spec.policy_id, version, folder)
+                self._live.add(version)
+                return
+        await self.recover()
 
     async def publish(self, version: int) -> None:
         """Make the committed version the one that new rollouts use."""
@@ -368,12 +400,30 @@ class Policy:
 
     async def remove(self) -> None:
         """Forget the policy; its place becomes free."""
-        with suppress(WorkerLost):
+        with suppress(WorkerLost), self._watch(self._spec, Stage.WORKER, "the policy is removed"):
             await self._forget()
         self._live.clear()
         self._home = NOWHERE
 
     # ----------------------------------------------------------------------------------------
+
+    async def _recover_on(self, worker: Worker) -> bool:
+        """Load the policy on a worker if it is not there; return whether that went well."""
+        try:
+            await worker.recover()
+        except WorkerLost:
+            self._placement.move(self._spec)
+            return False
+        home = _home(worker)
+        if home == self._home:
+            return True
+        with suppress(WorkerLost):
+            await self._forget()
+            self._touched = home
+            await self._bring_back(worker.trainer)
+            self._home = home
+            return True
+        return False
 
     async def _forget(self) -> None:
         """Take whatever there is of the policy off the worker that is there now."""
@@ -384,9 +434,9 @@ class Policy:
         self._touched = NOWHERE
 
     async def _bring_back(self, trainer: Trainer) -> None:
-        spec, step = self._spec, (await self._call(Store.job)).step
+        spec, step = self._spec, await self._call(_checked_step)
         if step == 0:
-            adapter_hash = await trainer.create(spec.policy_id, spec.adapter)
+            adapter_hash = await self._create(trainer)
             await self._call(Store.add_first_version, adapter_hash)
         else:
             result = await trainer.load(spec.policy_id, self._files(step).state)
@@ -406,6 +456,14 @@ class Policy:
                 folder = self._files(version).adapter
                 await trainer.load_version(spec.policy_id, version, folder)
                 self._live.add(version)
+
+    async def _create(self, trainer: Trainer) -> str:
+        """Make version 0: fresh, or what the job was forked from."""
+        spec = self._spec
+        if spec.fork is None:
+            return await trainer.create(spec.policy_id, spec.adapter)
+        source = await self._store.call(take_fork, spec)
+        return await trainer.create_from(spec.policy_id, spec.adapter, str(source))
 
     def _needed(self, step: int) -> set[int]:
         """Return the older versions to bring back: held ones, and those a fixed lag asks for."""
@@ -434,6 +492,47 @@ class Policy:
 
     def _files(self, version: int) -> VersionFiles:
         return self._store.files.version(self._spec.tenant, self._spec.name, version)
+
+
+class VisitingPolicy(Policy):
+    """One kept version of a job that does not run, brought to a worker to be judged.
+
+    Nothing is created, trained, published or stored; the version is held from the beginning.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        placement: Placement,
+        store: AsyncStore,
+        version: int,
+        *,
+        watch: Watch,
+        on_room: Callable[[], None],
+    ) -> None:
+        super().__init__(spec, placement, store, watch=watch, on_room=on_room)
+        self.version = version
+        self.hold(version)
+
+    async def _bring_back(self, trainer: Trainer) -> None:
+        folder = self._files(self.version).adapter
+        await trainer.load_version(self._spec.policy_id, self.version, folder)
+        self._live = {self.version}
+
+
+def _checked_step(store: Store, tenant_id: TenantId, name: str) -> int:
+    """Return a job's newest step, whose training state is on disk as it was committed.
+
+    Raises:
+        PolicyDiverged: it is not; what would be loaded is not what was trained.
+    """
+    step = store.job(tenant_id, name).step
+    if step > 0:
+        try:
+            store.check_state(tenant_id, name, step)
+        except StoreUnavailable as error:
+            raise PolicyDiverged(str(error)) from error
+    return step
 
 
 def _home(worker: Worker) -> Home:

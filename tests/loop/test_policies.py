@@ -11,6 +11,7 @@ from marlaas import runtime
 from marlaas.errors import WorkerLost
 from marlaas.loop.fairness import TokenCounts
 from marlaas.loop.policies import Placement, Policy
+from marlaas.loop.watchdog import Watchdog
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.types import AdamParams, GenerateRequest, JobSpec, SamplingParams, StepRecord
@@ -26,7 +27,8 @@ def started(root: Path, *workers: FakeWorker, spec: JobSpec = SPEC) -> tuple[Pol
     placement = Placement(workers, {})
     placement.assign(spec, TokenCounts.guess(spec, max_turns=1))
     threadless = AsyncStore(store, is_threaded=False)
-    return Policy(spec, placement, threadless, on_room=lambda: None), store
+    watch = Watchdog(report=lambda spec, notice: None).watch
+    return Policy(spec, placement, threadless, watch=watch, on_room=lambda: None), store
 
 
 async def step(policy: Policy, store: Store) -> int:
