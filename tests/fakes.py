@@ -95,6 +95,7 @@ class SlowStore(AsyncStore):
             return await asyncio.shield(calling)
         except asyncio.CancelledError:
             await asyncio.wait([calling])
+            calling.exception()  # nobody will ask
             raise
 
     async def _call_in_turn(self, function: Callable, args: tuple, kwargs: dict) -> object:

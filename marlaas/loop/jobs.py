@@ -176,6 +176,10 @@ class Roster:
             self._leave(self._queued, seat)
         del self._seats[seat.spec.job_id]
 
+    def reorder(self) -> None:
+        """Weights or quotas have changed."""
+        self._places = None
+
     def block(self, job_id: JobId) -> None:
         """Let a job not start until `unblock`, as often as it was blocked."""
         self._blocked[job_id] += 1
@@ -323,6 +327,7 @@ class Lifecycle:
 
     def quotas_changed(self, tenant_ids: Iterable[TenantId]) -> None:
         """Let jobs start that now may; queue those again that are now too many."""
+        self._roster.reorder()
         for tenant_id in tenant_ids:
             quota = self._tenants.quotas(tenant_id).max_running_jobs
             for seat in self._roster.over_quota(tenant_id):

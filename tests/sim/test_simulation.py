@@ -26,6 +26,16 @@ def test_every_history_keeps_the_contracts(seed: int, tmp_path: Path) -> None:
         raise
 
 
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_every_history_of_a_service_keeps_the_contracts(seed: int, tmp_path: Path) -> None:
+    plan = Plan.draw_service(seed)
+    try:
+        check(plan, simulate(plan, tmp_path))
+    except BaseException as error:
+        error.add_note(f"replay with: python -m tests.sim.simulation service {seed}")
+        raise
+
+
 def curve_of(store: Store, spec: JobSpec) -> list:
     """Return all that a seed decides of a job: steps, evaluations and adapters, without times."""
     records = [
