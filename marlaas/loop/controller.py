@@ -29,12 +29,13 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from marlaas.envs.base import Family
 from marlaas.envs.latency import with_latency
-from marlaas.errors import Conflict, InvalidRequest, MarlaasError, NotFound, WorkerLost
+from marlaas.errors import Conflict, MarlaasError, WorkerLost
 from marlaas.loop import algorithms
 from marlaas.loop.evaluation import Evaluation, is_due
 from marlaas.loop.fairness import TokenCounts
 from marlaas.loop.job import Job
-from marlaas.loop.jobs import Lifecycle, Roster, job_id_of
+from marlaas.loop.jobs import Lifecycle, Roster, first_message, job_id_of
+from marlaas.loop.judging import Judging
 from marlaas.loop.patience import PatientStore
 from marlaas.loop.policies import Home, Placement, Policy, Station, VisitingPolicy, Worker
 from marlaas.loop.rollout import ChatTokenizer, GroupPlan, GroupRollout
@@ -127,9 +128,7 @@ class Controller:
         self._observers = [observer] if observer else []
         self._mode = mode
         self._jobs: dict[JobId, Job] = {}
-        """Those that have a place, and those of which a version is judged apart."""
-        self._visits: dict[JobId, int] = {}
-        """Versions that are judged apart, of jobs that do not run."""
+        """Those that have a place, and those that are visited."""
         self._watchdog = Watchdog(
             self._report,
             bounds_s=self._settings.bounds_s,
@@ -141,6 +140,14 @@ class Controller:
         self._lifecycle = Lifecycle(
             store, self._roster, self._tenants, live=self._live, set_state=self._set_state
         )
+        self._judging = Judging(
+            store,
+            self._roster,
+            self._jobs,
+            start=self._start_evaluation,
+            visit=self._visit,
+            on_visit_over=self._lifecycle.start_waiting,
+        )
         self._board = StatusBoard(
             self._roster, self._jobs, self._placement, self._tenants, self._watchdog
         )
@@ -148,7 +155,7 @@ class Controller:
         self._wake = asyncio.Event()
         self._is_stopping = False
 
-    # Verbs --------------------------------------------------------------------------------------
+    # Verbs, see `loop/jobs.py` --------------------------------------------------------------
 
     async def submit(self, spec: JobSpec, *, idempotency_key: str = "") -> StoredJob:
         """Accept a job; it starts as soon as there is a place for it.
@@ -156,7 +163,7 @@ class Controller:
         Raises:
             InvalidRequest: its algorithm or environment cannot be made, or it is forked from
                 something that is not there.
-            Conflict: the tenant has another job of that name.
+            Conflict: the tenant has another job of that name, or used the key for another one.
             QuotaExceeded: the tenant has too many queued jobs.
         """
         algorithms.resolve(spec.algorithm)
@@ -166,43 +173,23 @@ class Controller:
     async def pause(
         self, tenant_id: TenantId, name: str, reason: str = "paused by the tenant"
     ) -> StoredJob:
-        """Stop a job so that it can be resumed; return once it holds nothing on a worker.
-
-        Raises:
-            NotFound: no such job.
-            Conflict: it has ended.
-        """
+        """Stop a job so that it can be resumed; return once it holds nothing on a worker."""
         return await self._lifecycle.pause(tenant_id, name, reason)
 
     async def resume(self, tenant_id: TenantId, name: str) -> StoredJob:
-        """Queue a job again that was paused, held or failed.
-
-        Raises:
-            NotFound: no such job.
-            Conflict: it is done or cancelled, or has reached a cap.
-        """
+        """Queue a job again that was paused, held or failed."""
         return await self._lifecycle.resume(tenant_id, name)
 
     async def cancel(
         self, tenant_id: TenantId, name: str, reason: str = "cancelled by the tenant"
     ) -> StoredJob:
-        """Stop a job for good; return once it holds nothing on a worker.
-
-        Raises:
-            NotFound: no such job.
-            Conflict: it is done.
-        """
+        """Stop a job for good; return once it holds nothing on a worker."""
         return await self._lifecycle.cancel(tenant_id, name, reason)
 
     async def delete(self, tenant_id: TenantId, name: str) -> None:
-        """Delete all that is stored of a job that is not active.
-
-        Raises:
-            NotFound: no such job.
-            Conflict: it is active, or a version of it is being judged.
-        """
-        if job_id_of(tenant_id, name) in self._jobs:
-            raise Conflict(f"job {name!r} is at work; cancel it first")
+        """Delete all that is stored of a job that is neither active nor being judged."""
+        if self._judging.is_visited(job_id_of(tenant_id, name)):
+            raise Conflict(f"a version of job {name!r} is being judged; ask again later")
         await self._lifecycle.delete(tenant_id, name)
 
     async def evaluate(self, tenant_id: TenantId, name: str, version: int) -> None:
@@ -213,20 +200,7 @@ class Controller:
             Conflict: the job is just starting or ending, or the server does not run.
             InvalidRequest: the job has no held-out prompts.
         """
-        stored = await self._store.call(Store.job, tenant_id, name)
-        if stored.spec.eval_prompts == 0:
-            raise InvalidRequest(f"job {name!r} has no held-out prompts: eval_prompts is 0")
-        judged = await self._store.call(Store.evaluations, tenant_id, name)
-        if any(record.version == version for record in judged):
-            return
-        job = self._jobs.get(stored.spec.job_id)
-        if stored.spec.job_id in self._visits:
-            if self._visits[stored.spec.job_id] != version:
-                raise Conflict(f"another version of job {name!r} is being judged; ask again later")
-        elif job is not None:
-            await self._judge_beside(job, version)
-        else:
-            await self._judge_apart(stored, version)
+        await self._judging.ask(tenant_id, name, version)
 
     def status(self, tenant_id: TenantId, name: str) -> JobStatus:
         """Return what a job waits for, its place, and when it is expected to start and end."""
@@ -274,9 +248,11 @@ class Controller:
                     stages.create_task(self._watchdog.run()),
                 ]
                 async with asyncio.TaskGroup() as self._tasks:
+                    self._judging.begin(self._tasks)
                     await self._lifecycle.begin(self._tasks)
                     await is_over()
                     self._lifecycle.finish()
+                    self._judging.finish()
                 for helper in helpers:
                     helper.cancel()
         finally:
@@ -371,11 +347,19 @@ class Controller:
         """Run a job that has a place; return False if it was stopped before its end."""
         if self._is_stopping:
             return False
-        await self._set_state(spec, JobState.RUNNING, "")
         if self._mode is Mode.LOCKSTEP:
             spec = replace(spec, max_staleness=0)
+        with self._watchdog.running(spec):
+            await self._set_state(spec, JobState.RUNNING, "")
+            return await self._train_to_its_end(spec)
+
+    async def _train_to_its_end(self, spec: JobSpec) -> bool:
         async with asyncio.TaskGroup() as tasks:
-            job = self._place(spec, tasks, self._policy(spec))
+            policy = Policy(
+                spec, self._placement, self._store,
+                watch=self._watchdog.watch, on_room=self._wake.set,
+            )  # fmt: skip
+            job = self._place(spec, tasks, policy)
             try:
                 await self._open(job)
                 await self._train(job)
@@ -385,17 +369,11 @@ class Controller:
             finally:
                 await self._close(job)
 
-    def _policy(self, spec: JobSpec) -> Policy:
-        return Policy(
-            spec, self._placement, self._store, watch=self._watchdog.watch, on_room=self._wake.set
-        )
-
     def _place(self, spec: JobSpec, tasks: asyncio.TaskGroup, policy: Policy) -> Job:
         """Give a job its environment and a station."""
         family = with_latency(self._make_family(spec), spec.latency, spec.seed)
         job = Job(spec, WatchedFamily(family, spec, self._watchdog.watch), policy, tasks)
         self._placement.assign(spec, TokenCounts.guess(spec, family.max_turns))
-        self._watchdog.begin(spec)
         self._jobs[spec.job_id] = job
         return job
 
@@ -433,8 +411,37 @@ class Controller:
             await self._add_usage(job)
         finally:
             self._placement.release(job.spec)
-            self._watchdog.end(job.spec)
             del self._jobs[job.spec.job_id]
+
+    async def _visit(self, spec: JobSpec, version: int) -> None:
+        """Load one version of a job that does not run, judge it, unload it. What goes wrong is
+        told to the tenant."""
+        policy = VisitingPolicy(
+            spec, self._placement, self._store, version,
+            watch=self._watchdog.watch, on_room=self._wake.set,
+        )  # fmt: skip
+        try:
+            with self._watchdog.running(spec):
+                await self._judge_to_its_end(spec, policy)
+        except* MarlaasError as errors:
+            text = f"version {version} was not judged: {first_message(errors)}"
+            await self._record(spec, Store.add_event, EventKind.LOG, {"text": text})
+
+    async def _judge_to_its_end(self, spec: JobSpec, policy: Policy) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            job = self._place(spec, tasks, policy)
+            try:
+                await job.restore(self._store)
+                await self._tenants.learn_today(self._store, spec.tenant)
+                job.buffer.close()
+                await job.family.start()
+                await job.policy.start(policy.version)
+                job.is_open = True
+                if policy.version not in job.judged:
+                    self._start_evaluation(job, policy.version)
+                await job.all_judged()
+            finally:
+                await self._close(job)
 
     async def _missing_evaluations(self, job: Job) -> set[int]:
         """Return the versions that are due to be judged, are not about to be, and can be."""
@@ -451,90 +458,6 @@ class Controller:
         must decide at which step a job is good enough to stop."""
         decides = job.spec.is_seeded and job.spec.stop_at_success > 0
         return decides or self._mode is Mode.LOCKSTEP
-
-    # Evaluations that were asked for ------------------------------------------------------------
-
-    async def _judge_beside(self, job: Job, version: int) -> None:
-        """Judge a version of a job while it trains."""
-        if not job.is_open:
-            raise Conflict(f"job {job.spec.name!r} is starting or ending; ask again in a moment")
-        if version in job.judged or version in job.evaluations:
-            return
-        job.policy.hold(version)
-        try:
-            await self._check_kept(job.spec, version)
-            if not job.is_open:
-                raise Conflict(f"job {job.spec.name!r} is ending; ask again in a moment")
-        except BaseException:
-            job.policy.let_go(version)
-            raise
-        job.spawn_evaluation(self._bring_and_judge(job, version))
-
-    async def _bring_and_judge(self, job: Job, version: int) -> None:
-        """Judge a version that is held, once it is live."""
-        try:
-            await job.policy.bring(version)
-            if version not in job.judged and version not in job.evaluations:
-                self._start_evaluation(job, version)
-        finally:
-            job.policy.let_go(version)
-
-    async def _judge_apart(self, stored: StoredJob, version: int) -> None:
-        """Judge a version of a job that does not run, and let it not start meanwhile."""
-        spec = stored.spec
-        if self._tasks is None or self._is_stopping:
-            raise Conflict("the server does not run jobs now")
-        seat = self._roster.get(spec.job_id)
-        if seat is not None and seat.end is not None:
-            raise Conflict(f"job {spec.name!r} is starting or ending; ask again in a moment")
-        self._roster.block(spec.job_id)
-        self._visits[spec.job_id] = version
-        try:
-            await self._check_kept(spec, version)
-            if self._tasks is None:
-                raise Conflict("the server does not run jobs now")
-        except BaseException:
-            self._end_visit(spec)
-            raise
-        self._tasks.create_task(self._visit(spec, version))
-
-    async def _visit(self, spec: JobSpec, version: int) -> None:
-        """Load a version, judge it, unload it. What goes wrong is told to the tenant."""
-        policy = VisitingPolicy(
-            spec, self._placement, self._store, version,
-            watch=self._watchdog.watch, on_room=self._wake.set,
-        )  # fmt: skip
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                job = self._place(spec, tasks, policy)
-                try:
-                    await job.restore(self._store)
-                    await self._tenants.learn_today(self._store, spec.tenant)
-                    job.buffer.close()
-                    await job.family.start()
-                    await job.policy.start(version)
-                    job.is_open = True
-                    if version not in job.judged:
-                        self._start_evaluation(job, version)
-                    await job.all_judged()
-                finally:
-                    await self._close(job)
-        except* MarlaasError as errors:
-            text = f"version {version} was not judged: {errors.exceptions[0]}"
-            await self._record(spec, Store.add_event, EventKind.LOG, {"text": text})
-        finally:
-            self._end_visit(spec)
-
-    def _end_visit(self, spec: JobSpec) -> None:
-        del self._visits[spec.job_id]
-        self._roster.unblock(spec.job_id)
-        self._lifecycle.start_waiting()
-
-    async def _check_kept(self, spec: JobSpec, version: int) -> None:
-        rows = await self._store.call(Store.versions, spec.tenant, spec.name)
-        kept = [row.version for row in rows if row.has_adapter]
-        if version not in kept:
-            raise NotFound(f"version {version} of {spec.name!r} is not kept; kept are {kept}")
 
     # Small parts of the stages ----------------------------------------------------------------
 

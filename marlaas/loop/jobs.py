@@ -468,9 +468,9 @@ class Lifecycle:
             is_done = await self._work(seat)
             end = (JobState.DONE, "") if is_done else seat.wish
         except* PolicyDiverged as errors:
-            end = JobState.HELD, _first_message(errors)
+            end = JobState.HELD, first_message(errors)
         except* MarlaasError as errors:
-            end = JobState.FAILED, _first_message(errors)
+            end = JobState.FAILED, first_message(errors)
         return end
 
     async def _work(self, seat: Seat) -> bool:
@@ -481,9 +481,9 @@ class Lifecycle:
         try:
             await asyncio.wait([seat.work])
         finally:
-            if not seat.work.done():
+            if not seat.work.done():  # this task was cancelled
                 seat.work.cancel()
-                await asyncio.wait([seat.work])
+                await asyncio.gather(seat.work, return_exceptions=True)
         return not seat.work.cancelled() and seat.work.result()
 
     @property
@@ -509,7 +509,8 @@ def _check_move(stored: StoredJob, state: JobState) -> None:
         )
 
 
-def _first_message(errors: BaseExceptionGroup) -> str:
+def first_message(errors: BaseExceptionGroup) -> str:
+    """Return what the first of several errors says."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

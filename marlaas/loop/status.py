@@ -81,9 +81,9 @@ class StatusBoard:
         spent = self._tenants.why_spent(job.spec.tenant)
         if spent:
             return f"{spent}; it goes on at 00:00 UTC"
-        if not job.is_open:
-            return f"its policy is being loaded on {job.policy.station.worker.name}"
         notices = self._watchdog.notices(job.spec.job_id)
+        if not notices and not job.is_open:
+            return f"its policy is being loaded on {job.policy.station.worker.name}"
         return "; ".join(f"{one.stage}: {one.cause}, for {one.since_s:.0f} s" for one in notices)
 
     # Estimates --------------------------------------------------------------------------------

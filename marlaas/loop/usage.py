@@ -124,6 +124,8 @@ class Tenants:
         """Share of the machine relative to other tenants; 1 if not named."""
         self._quotas: dict[TenantId, Quotas] = {}
         self._today: dict[TenantId, Today] = {}
+        self._learned: set[TenantId] = set()
+        """Tenants whose use before this server began is counted in."""
         self._day_end: asyncio.TimerHandle | None = None
 
     def change(self, tenants: Iterable[Tenant]) -> None:
@@ -140,13 +142,14 @@ class Tenants:
 
     async def learn_today(self, store: AsyncStore, tenant_id: TenantId) -> None:
         """Ask the store, once a tenant, what was used today before this server began."""
-        if tenant_id in self._today:
+        if tenant_id in self._learned:
             return
         day = _day()
         usage = await store.call(Store.usage, tenant_id, since_day=day_of(day * DAY_S))
-        tokens = usage.sampled_tokens + usage.trained_tokens
-        # Another job of the tenant may have asked too, and have begun to use: its count stays.
-        self._today.setdefault(tenant_id, Today(day, tokens, usage.sandbox_cpu_s))
+        if tenant_id not in self._learned:  # two jobs may have asked at once
+            self._learned.add(tenant_id)
+            tokens = usage.sampled_tokens + usage.trained_tokens
+            self.use(tenant_id, tokens=tokens, sandbox_cpu_s=usage.sandbox_cpu_s)
 
     def use(self, tenant_id: TenantId, *, tokens: int = 0, sandbox_cpu_s: float = 0.0) -> None:
         """Count what a tenant has used."""

@@ -13,7 +13,8 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -93,12 +94,12 @@ class Watched:
 
 
 class Watchdog:
-    """Watches jobs between `begin` and `end`; `run` looks around until it is cancelled.
+    """Watches jobs as long as they are `running`; `run` looks around until it is cancelled.
 
     watchdog = Watchdog(report=print)
-    watchdog.begin(spec)
-    with watchdog.watch(spec, Stage.PUBLISH, "version 3 on worker-0"):
-        ...
+    with watchdog.running(spec):
+        with watchdog.watch(spec, Stage.PUBLISH, "version 3 on worker-0"):
+            ...
     watchdog.notices(spec.job_id)             # what is held up now
     """
 
@@ -120,13 +121,14 @@ class Watchdog:
         """How long the event loop was held up at the last look around."""
         self.max_lag_s = 0.0
 
-    def begin(self, spec: JobSpec) -> None:
-        """A job runs from now on."""
+    @contextmanager
+    def running(self, spec: JobSpec) -> Iterator[None]:
+        """Watch a job; outside of it nobody is told what it waits for."""
         self._jobs[spec.job_id] = Watched(spec, runtime.now_s())
-
-    def end(self, spec: JobSpec) -> None:
-        """A job runs no more."""
-        self._jobs.pop(spec.job_id, None)
+        try:
+            yield
+        finally:
+            del self._jobs[spec.job_id]
 
     def watch(self, spec: JobSpec, stage: Stage, what: str) -> Wait:
         """Return a context manager that stands for one wait, described by `what`."""
@@ -167,11 +169,13 @@ class Watchdog:
 
     def _look_at(self, watched: Watched) -> None:
         now_s = runtime.now_s()
+        if self._may_rest(watched.spec):
+            watched.moved_s = now_s
         for stage in Stage:
             oldest = next(iter(watched.waits.get(stage, {}).values()), None)
             if oldest is not None:
                 self._judge(watched, stage, oldest.what, now_s - oldest.since_s)
-            elif stage is Stage.ROLLOUT and self._is_idle(watched):
+            elif stage is Stage.ROLLOUT and not any(watched.waits.values()):
                 self._judge(watched, stage, IDLE, now_s - watched.moved_s)
             else:
                 self._judge(watched, stage, "", 0.0)
@@ -186,9 +190,6 @@ class Watchdog:
         elif said is not None and not is_late:
             del watched.notices[stage]
             self._report(watched.spec, self._notice(watched.spec, stage, "goes on again", 0.0))
-
-    def _is_idle(self, watched: Watched) -> bool:
-        return not any(watched.waits.values()) and not self._may_rest(watched.spec)
 
     def _notice(self, spec: JobSpec, stage: Stage, cause: str, since_s: float) -> Notice:
         return Notice(stage=stage, tenant=spec.tenant, job=spec.name, cause=cause, since_s=since_s)

@@ -142,7 +142,7 @@ class Actor:
 
     def check_holds_nothing(self, spec: JobSpec) -> None:
         """No worker holds anything of a job, and no queue knows it."""
-        if spec.job_id in self._controller._visits:
+        if self._controller._judging.is_visited(spec.job_id):
             return  # a version of it is being judged, as was asked for
         for worker in self._outcome.workers:
             assert spec.policy_id not in worker.policies
