@@ -61,6 +61,10 @@ from marlaas.types import (
     Usage,
 )
 
+StageListener = Callable[[JobSpec, str, str, float, str], None]
+"""Hears of every stage of a job that is over: the job, the stage, its worker, when it began on the
+event loop's clock, and what it was in words."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -107,7 +111,7 @@ class Controller:
         store.job("acme", "sums").state             # JobState.DONE
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, what it is made of
         self,
         store: AsyncStore,
         workers: Sequence[Worker],
@@ -115,6 +119,7 @@ class Controller:
         *,
         make_family: Callable[[JobSpec], Family],
         observer: JobObserver | None = None,
+        on_stage: StageListener | None = None,
         mode: Mode = Mode.ASYNC,
         settings: LoopSettings | None = None,
     ) -> None:
@@ -122,10 +127,12 @@ class Controller:
         self._raw_store = store
         self._store = PatientStore(store)
         self._tenants = Tenants(self._settings.weights)
-        self._placement = Placement(workers, self._tenants.weights)
+        self._wake = asyncio.Event()
+        self._placement = Placement(workers, self._tenants.weights, on_room=self._wake.set)
         self._tokenizer = tokenizer
         self._make_family = make_family
         self._observers = [observer] if observer else []
+        self._on_stage = on_stage
         self._mode = mode
         self._jobs: dict[JobId, Job] = {}
         """Those that have a place, and those that are visited."""
@@ -134,11 +141,12 @@ class Controller:
             bounds_s=self._settings.bounds_s,
             period_s=self._settings.watch_every_s,
             may_rest=lambda spec: bool(self._tenants.why_spent(spec.tenant)),
+            on_over=self._note_stage if on_stage else None,
         )
         max_running = 1 if mode is Mode.LOCKSTEP else self._settings.max_running_jobs
         self._roster = Roster(max_running, self._tenants)
         self._lifecycle = Lifecycle(
-            store, self._roster, self._tenants, live=self._live, set_state=self._set_state
+            store, self._roster, self._tenants, live=self._live, tell=self._tell_state
         )
         self._judging = Judging(
             store,
@@ -152,8 +160,12 @@ class Controller:
             self._roster, self._jobs, self._placement, self._tenants, self._watchdog
         )
         self._tasks: asyncio.TaskGroup | None = None
-        self._wake = asyncio.Event()
         self._is_stopping = False
+
+    @property
+    def placement(self) -> Placement:
+        """The stations, for guests that compete with jobs (see `loop/serving.py`)."""
+        return self._placement
 
     # Verbs, see `loop/jobs.py` --------------------------------------------------------------
 
@@ -267,7 +279,10 @@ class Controller:
             self._wake.clear()
             for station in self._placement.stations:
                 while station.load.has_room and (job_id := station.queue.next()) is not None:
-                    self._open_group(self._jobs[job_id], station)
+                    if job_id in station.guests:
+                        station.guests[job_id]()
+                    else:
+                        self._open_group(self._jobs[job_id], station)
             await self._wake.wait()
 
     async def _roll_out(
@@ -350,7 +365,8 @@ class Controller:
         if self._mode is Mode.LOCKSTEP:
             spec = replace(spec, max_staleness=0)
         with self._watchdog.running(spec):
-            await self._set_state(spec, JobState.RUNNING, "")
+            await self._record(spec, Store.set_job_state, JobState.RUNNING)
+            self._tell_state(spec, JobState.RUNNING, "")
             return await self._train_to_its_end(spec)
 
     async def _train_to_its_end(self, spec: JobSpec) -> bool:
@@ -590,11 +606,10 @@ class Controller:
         **kwargs: P.kwargs,
     ) -> T:
         """Write something of a job down, however long the store takes."""
-        with self._watchdog.watch(spec, Stage.STORE, "the store is to write"):
+        with self._watchdog.watch(spec, Stage.STORE, "the store is to answer"):
             return await self._store.call(function, spec.tenant, spec.name, *args, **kwargs)
 
-    async def _set_state(self, spec: JobSpec, state: JobState, reason: str) -> None:
-        await self._record(spec, Store.set_job_state, state, reason)
+    def _tell_state(self, spec: JobSpec, state: JobState, reason: str) -> None:
         self._tell(lambda observer: observer.job_state(spec, state, reason))
 
     def _report(self, spec: JobSpec, notice: Notice) -> None:
@@ -612,6 +627,12 @@ class Controller:
             await self._raw_store.call(
                 Store.add_event, spec.tenant, spec.name, EventKind.NOTICE, data
             )
+
+    def _note_stage(self, spec: JobSpec, stage: Stage, what: str, began_s: float) -> None:
+        """Tell whoever traces the stages of one that is over."""
+        job = self._jobs.get(spec.job_id)
+        if job is not None and self._on_stage is not None:
+            self._on_stage(spec, stage.value, job.policy.station.worker.name, began_s, what)
 
     def _tell(self, notify: Callable[[JobObserver], None]) -> None:
         for observer in self._observers:

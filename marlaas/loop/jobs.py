@@ -11,7 +11,8 @@
 - Next is the tenant with the fewest running jobs for its weight, then its oldest job. Jobs that ran
   when the server went down come first.
 - Verbs on one job come one after another, on different jobs none waits for another. Each may be
-  repeated: the second time it finds its work done.
+  repeated: the second time it finds its work done. A caller that leaves does not stop its verb:
+  memory and store never differ.
 - A job that is made to stop gives up what is in flight, but never a write to the store; when the
   verb returns, its places on the worker are free.
 """
@@ -22,7 +23,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 from marlaas.errors import (
@@ -32,7 +33,9 @@ from marlaas.errors import (
     PolicyDiverged,
     QuotaExceeded,
 )
+from marlaas.loop.concurrency import to_its_end
 from marlaas.loop.forks import check_fork, take_fork
+from marlaas.loop.patience import PatientStore
 from marlaas.loop.usage import Tenants, why_capped
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store, StoredJob
@@ -232,13 +235,14 @@ class Lifecycle:
         tenants: Tenants,
         *,
         live: Callable[[JobSpec], Coroutine[None, None, bool]],
-        set_state: Callable[[JobSpec, JobState, str], Coroutine[None, None, None]],
+        tell: Callable[[JobSpec, JobState, str], None],
     ) -> None:
         self._store = store
+        self._patient = PatientStore(store)
         self._roster = roster
         self._tenants = tenants
         self._live = live
-        self._set_state = set_state
+        self._tell = tell
         self._tasks: asyncio.TaskGroup | None = None
         self._is_stopping = False
         self._loading = asyncio.Lock()
@@ -258,15 +262,7 @@ class Lifecycle:
             InvalidRequest: it begins where nothing is.
             QuotaExceeded: the tenant's queue is full.
         """
-        await self._load()
-        quota = self._tenants.quotas(spec.tenant).max_queued_jobs
-        async with self._verb(spec.job_id):
-            stored, is_new = await self._store.call(
-                accept, spec, max_queued=quota, idempotency_key=idempotency_key
-            )
-            if is_new:
-                self._queue(stored)
-        return stored
+        return await to_its_end(self._submit(spec, idempotency_key))
 
     async def pause(self, tenant_id: TenantId, name: str, reason: str) -> StoredJob:
         """Stop a job so that it can be resumed; return once it holds nothing.
@@ -275,7 +271,7 @@ class Lifecycle:
             NotFound: no such job.
             Conflict: it has ended.
         """
-        return await self._stop_job(tenant_id, name, JobState.PAUSED, reason)
+        return await to_its_end(self._stop_job(tenant_id, name, JobState.PAUSED, reason))
 
     async def cancel(self, tenant_id: TenantId, name: str, reason: str) -> StoredJob:
         """Stop a job for good; return once it holds nothing.
@@ -284,7 +280,7 @@ class Lifecycle:
             NotFound: no such job.
             Conflict: it is done.
         """
-        return await self._stop_job(tenant_id, name, JobState.CANCELLED, reason)
+        return await to_its_end(self._stop_job(tenant_id, name, JobState.CANCELLED, reason))
 
     async def resume(self, tenant_id: TenantId, name: str) -> StoredJob:
         """Queue a job again that was paused, held or failed.
@@ -293,20 +289,7 @@ class Lifecycle:
             NotFound: no such job.
             Conflict: it is done or cancelled, or has reached its cap.
         """
-        await self._load()
-        job_id = job_id_of(tenant_id, name)
-        async with self._verb(job_id):
-            stored = await self._store.call(Store.job, tenant_id, name)
-            if job_id in self._roster:
-                return stored
-            _check_move(stored, JobState.QUEUED)
-            cap = why_capped(stored.spec, _tokens(stored.usage), stored.usage.device_s)
-            if cap:
-                raise Conflict(f"job {name!r} cannot go on: {cap}; fork it with a higher one")
-            await self._set_state(stored.spec, JobState.QUEUED, "")
-            stored = await self._store.call(Store.job, tenant_id, name)
-            self._queue(stored)
-        return stored
+        return await to_its_end(self._resume(tenant_id, name))
 
     async def delete(self, tenant_id: TenantId, name: str) -> None:
         """Delete what is stored of a job that is not active.
@@ -345,7 +328,7 @@ class Lifecycle:
         for seat in self._roster.queued():
             is_here = self._roster.get(seat.spec.job_id) is seat
             if seat.was_running and is_here and seat.end is None:
-                await self._set_state(seat.spec, JobState.QUEUED, INTERRUPTED)
+                await self._write(self._patient, seat.spec, JobState.QUEUED, INTERRUPTED)
 
     async def idle(self) -> None:
         """Return once no job runs and none can start, or all were told to stop."""
@@ -409,6 +392,33 @@ class Lifecycle:
         self._add(stored)
         self.start_waiting()
 
+    async def _submit(self, spec: JobSpec, idempotency_key: str) -> StoredJob:
+        await self._load()
+        quota = self._tenants.quotas(spec.tenant).max_queued_jobs
+        async with self._verb(spec.job_id):
+            stored, is_new = await self._store.call(
+                accept, spec, max_queued=quota, idempotency_key=idempotency_key
+            )
+            if is_new:
+                self._queue(stored)
+        return stored
+
+    async def _resume(self, tenant_id: TenantId, name: str) -> StoredJob:
+        await self._load()
+        job_id = job_id_of(tenant_id, name)
+        async with self._verb(job_id):
+            stored = await self._store.call(Store.job, tenant_id, name)
+            if job_id in self._roster:
+                return stored
+            _check_move(stored, JobState.QUEUED)
+            cap = why_capped(stored.spec, _tokens(stored.usage), stored.usage.device_s)
+            if cap:
+                raise Conflict(f"job {name!r} cannot go on: {cap}; fork it with a higher one")
+            await self._write(self._store, stored.spec, JobState.QUEUED, "")
+            stored = replace(stored, state=JobState.QUEUED, reason="")
+            self._queue(stored)
+        return stored
+
     async def _stop_job(
         self, tenant_id: TenantId, name: str, state: JobState, reason: str
     ) -> StoredJob:
@@ -429,14 +439,14 @@ class Lifecycle:
     async def _end(self, tenant_id: TenantId, name: str, state: JobState, reason: str) -> StoredJob:
         """Write the state of a job that does not run, and forget it if it waited."""
         stored = await self._store.call(Store.job, tenant_id, name)
-        if stored.state is not state:
-            _check_move(stored, state)
-            await self._set_state(stored.spec, state, reason)
-            seat = self._roster.get(stored.spec.job_id)
-            if seat is not None:
-                self._roster.remove(seat)
-            stored = await self._store.call(Store.job, tenant_id, name)
-        return stored
+        if stored.state is state:
+            return stored
+        _check_move(stored, state)
+        await self._write(self._store, stored.spec, state, reason)
+        seat = self._roster.get(stored.spec.job_id)
+        if seat is not None:
+            self._roster.remove(seat)
+        return replace(stored, state=state, reason=reason)
 
     def _tell_to_stop(self, seat: Seat, state: JobState, reason: str) -> None:
         """Cancel a running job, once: what it does then to end must not be cancelled too."""
@@ -450,10 +460,10 @@ class Lifecycle:
         end = await self._outcome(seat)
         if end is not None:
             state, reason = end
-            await self._set_state(seat.spec, state, reason)
+            await self._write(self._patient, seat.spec, state, reason)
             self._roster.remove(seat)
             if state is JobState.QUEUED:
-                stored = await self._store.call(Store.job, seat.spec.tenant, seat.spec.name)
+                stored = await self._patient.call(Store.job, seat.spec.tenant, seat.spec.name)
                 again = Seat(
                     spec=seat.spec, number=seat.number, step=stored.step, used=stored.usage
                 )
@@ -485,6 +495,10 @@ class Lifecycle:
                 seat.work.cancel()
                 await asyncio.gather(seat.work, return_exceptions=True)
         return not seat.work.cancelled() and seat.work.result()
+
+    async def _write(self, store: AsyncStore, spec: JobSpec, state: JobState, reason: str) -> None:
+        await store.call(Store.set_job_state, spec.tenant, spec.name, state, reason)
+        self._tell(spec, state, reason)
 
     @property
     def _is_idle(self) -> bool:

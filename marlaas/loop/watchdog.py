@@ -110,11 +110,14 @@ class Watchdog:
         bounds_s: Mapping[Stage, float] = BOUNDS_S,
         period_s: float = 1.0,
         may_rest: Callable[[JobSpec], bool] = lambda spec: False,
+        on_over: Callable[[JobSpec, Stage, str, float], None] | None = None,
     ) -> None:
+        """`on_over` hears of every wait that is over: of what, what for, and since when."""
         self._report = report
         self._bounds_s = {**BOUNDS_S, **bounds_s}
         self._period_s = period_s
         self._may_rest = may_rest
+        self._on_over = on_over
         self._jobs: dict[JobId, Watched] = {}
         self._numbers = itertools.count(1)
         self.lag_s = 0.0
@@ -162,8 +165,10 @@ class Watchdog:
         """A wait is over."""
         watched = self._jobs.get(key[0])
         if watched is not None:
-            watched.waits.get(key[1], {}).pop(number, None)
+            wait = watched.waits.get(key[1], {}).pop(number, None)
             watched.moved_s = runtime.now_s()
+            if wait is not None and self._on_over is not None:
+                self._on_over(watched.spec, key[1], wait.what, wait.since_s)
 
     # ----------------------------------------------------------------------------------------
 

@@ -366,6 +366,29 @@ def test_a_pause_does_not_wait_for_a_worker_that_hangs(tmp_path: Path) -> None:
     Service(tmp_path, script, worker=Hanging)
 
 
+@pytest.mark.parametrize("store_s", [0.01, 0.3])
+def test_a_caller_that_leaves_does_not_leave_its_verb_half_done(
+    tmp_path: Path, store_s: float
+) -> None:
+    spec = job(steps=12)
+
+    async def script(service: Service) -> None:
+        async def and_leave(verb: Coroutine) -> None:
+            calling = asyncio.create_task(verb)
+            await asyncio.sleep(store_s)
+            calling.cancel()
+            await asyncio.wait([calling])
+
+        await and_leave(service.controller.submit(spec))
+        await service.until(lambda: service.step(spec) > 1)
+        await and_leave(service.controller.pause("acme", "say-y"))
+        assert service.state(spec) is JobState.PAUSED
+        await and_leave(service.controller.resume("acme", "say-y"))
+        await service.until(lambda: service.is_done(spec))
+
+    Service(tmp_path, script, store_s=store_s)
+
+
 def test_a_held_job_may_be_resumed(tmp_path: Path) -> None:
     spec = job(steps=3)
 
