@@ -124,7 +124,6 @@ class Controller:
         settings: LoopSettings | None = None,
     ) -> None:
         self._settings = settings or LoopSettings()
-        self._raw_store = store
         self._store = PatientStore(store)
         self._tenants = Tenants(self._settings.weights)
         self._wake = asyncio.Event()
@@ -146,7 +145,7 @@ class Controller:
         max_running = 1 if mode is Mode.LOCKSTEP else self._settings.max_running_jobs
         self._roster = Roster(max_running, self._tenants)
         self._lifecycle = Lifecycle(
-            store, self._roster, self._tenants, live=self._live, tell=self._tell_state
+            self._store, self._roster, self._tenants, live=self._live, tell=self._tell_state
         )
         self._judging = Judging(
             store,
@@ -245,6 +244,7 @@ class Controller:
     def stop(self) -> None:
         """Let running steps end and `run` or `serve` return; nothing that was finished is lost."""
         self._is_stopping = True
+        self._store.give_up()
         self._lifecycle.stop()
         for job in self._jobs.values():
             job.buffer.close()
@@ -440,8 +440,7 @@ class Controller:
             with self._watchdog.running(spec):
                 await self._judge_to_its_end(spec, policy)
         except* MarlaasError as errors:
-            text = f"version {version} was not judged: {first_message(errors)}"
-            await self._record(spec, Store.add_event, EventKind.LOG, {"text": text})
+            await self._judging.say_not_judged(spec, version, first_message(errors))
 
     async def _judge_to_its_end(self, spec: JobSpec, policy: Policy) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -624,7 +623,7 @@ class Controller:
     async def _write_notice(self, spec: JobSpec, notice: Notice) -> None:
         data = {"stage": notice.stage, "cause": notice.cause, "since_s": notice.since_s}
         with suppress(MarlaasError):  # the log has it; a store in trouble must not make more
-            await self._raw_store.call(
+            await self._store.inner.call(
                 Store.add_event, spec.tenant, spec.name, EventKind.NOTICE, data
             )
 

@@ -239,8 +239,8 @@ class Job:
         self._spawn(tidying, self._tidying)
 
     async def all_judged(self) -> None:
-        """Wait for the evaluations in progress."""
-        if self.judging:
+        """Wait for the evaluations in progress, and those that are asked for meanwhile."""
+        while self.judging:
             await asyncio.wait(self.judging)
 
     async def all_tidied(self) -> None:

@@ -19,6 +19,7 @@
 
 import asyncio
 import heapq
+import logging
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
@@ -32,6 +33,7 @@ from marlaas.errors import (
     NotFound,
     PolicyDiverged,
     QuotaExceeded,
+    StoreUnavailable,
 )
 from marlaas.loop.concurrency import to_its_end
 from marlaas.loop.forks import check_fork, take_fork
@@ -40,6 +42,8 @@ from marlaas.loop.usage import Tenants, why_capped
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store, StoredJob
 from marlaas.types import JOB_MOVES, JobId, JobSpec, JobState, TenantId, Usage
+
+logger = logging.getLogger(__name__)
 
 INTERRUPTED = "the server was started anew and has no place for it yet"
 RETRY_QUEUE_S = 60.0
@@ -230,15 +234,15 @@ class Lifecycle:
 
     def __init__(
         self,
-        store: AsyncStore,
+        store: PatientStore,
         roster: Roster,
         tenants: Tenants,
         *,
         live: Callable[[JobSpec], Coroutine[None, None, bool]],
         tell: Callable[[JobSpec, JobState, str], None],
     ) -> None:
-        self._store = store
-        self._patient = PatientStore(store)
+        self._store = store.inner
+        self._patient = store
         self._roster = roster
         self._tenants = tenants
         self._live = live
@@ -460,7 +464,11 @@ class Lifecycle:
         end = await self._outcome(seat)
         if end is not None:
             state, reason = end
-            await self._write(self._patient, seat.spec, state, reason)
+            try:
+                await self._write(self._patient, seat.spec, state, reason)
+            except StoreUnavailable as error:  # the server stops
+                logger.warning("%s is not stored as %s: %s", seat.spec.job_id, state, error)
+                return
             self._roster.remove(seat)
             if state is JobState.QUEUED:
                 stored = await self._patient.call(Store.job, seat.spec.tenant, seat.spec.name)
@@ -477,6 +485,10 @@ class Lifecycle:
         try:
             is_done = await self._work(seat)
             end = (JobState.DONE, "") if is_done else seat.wish
+        except* StoreUnavailable as errors:
+            # A server that stops waits for no store: the next one goes on with the job.
+            if not self._is_stopping:
+                end = JobState.FAILED, first_message(errors)
         except* PolicyDiverged as errors:
             end = JobState.HELD, first_message(errors)
         except* MarlaasError as errors:

@@ -8,13 +8,21 @@ A job that is visited does not start meanwhile: one policy is never twice on the
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 
-from marlaas.errors import Conflict, InvalidRequest, NotFound
+from marlaas.errors import (
+    Conflict,
+    InvalidRequest,
+    MarlaasError,
+    NotFound,
+    StoreUnavailable,
+    WorkerLost,
+)
 from marlaas.loop.job import Job
 from marlaas.loop.jobs import Roster
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store, StoredJob
-from marlaas.types import JobId, JobSpec, TenantId
+from marlaas.types import EventKind, JobId, JobSpec, TenantId
 
 
 class Judging:
@@ -84,13 +92,23 @@ class Judging:
         job.spawn_evaluation(self._bring_and_judge(job, version))
 
     async def _bring_and_judge(self, job: Job, version: int) -> None:
-        """Judge a version that is held, once it is live."""
+        """Judge a version that is held, once it is live. A request that fails, fails alone."""
         try:
             await job.policy.bring(version)
             if version not in job.judged and version not in job.evaluations:
                 self._start(job, version)
+        except WorkerLost:
+            raise
+        except MarlaasError as error:
+            await self.say_not_judged(job.spec, version, str(error))
         finally:
             job.policy.let_go(version)
+
+    async def say_not_judged(self, spec: JobSpec, version: int, why: str) -> None:
+        """Tell the tenant that a request came to nothing."""
+        data = {"text": f"version {version} was not judged: {why}"}
+        with suppress(StoreUnavailable):
+            await self._store.call(Store.add_event, spec.tenant, spec.name, EventKind.LOG, data)
 
     async def _judge_apart(self, stored: StoredJob, version: int) -> None:
         spec = stored.spec

@@ -1,12 +1,14 @@
 """The store as the loop uses it: a call that the store cannot take now is made again until it can.
 
 A full disk or a lost database holds the jobs up, seen by the watchdog, and ends none of them. Verbs
-that somebody waits for use the store itself and hand its error on.
+that somebody waits for use the store itself and hand its error on, and so does everybody once the
+server is told to stop.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Concatenate, ParamSpec, TypeVar
 
 from marlaas.errors import StoreUnavailable
@@ -32,7 +34,17 @@ class PatientStore(AsyncStore):
 
     def __init__(self, store: AsyncStore) -> None:
         self.store = store.store
-        self._inner = store
+        self.inner = store
+        """For calls whose error somebody waits for."""
+        self._is_over = asyncio.Event()
+
+    def give_up(self) -> None:
+        """Wait no more: from now on a store that is not available is an error."""
+        self._is_over.set()
+
+    async def close(self) -> None:
+        """Close the store that is behind."""
+        await self.inner.close()
 
     async def call(
         self, function: Callable[Concatenate[Store, P], T], *args: P.args, **kwargs: P.kwargs
@@ -53,8 +65,11 @@ class PatientStore(AsyncStore):
         while True:
             check()
             try:
-                return await self._inner.call(function, *args, **kwargs)
+                return await self.inner.call(function, *args, **kwargs)
             except StoreUnavailable as error:
+                if self._is_over.is_set():
+                    raise
                 logger.warning("trying again in %.1f s: %s", wait_s, error)
-            await asyncio.sleep(wait_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_over.wait(), wait_s)
             wait_s = min(2 * wait_s, MAX_WAIT_S)

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from marlaas import runtime
-from marlaas.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded, StoreUnavailable
+from marlaas.errors import (
+    CapacityExceeded,
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    QuotaExceeded,
+    StoreUnavailable,
+)
 from marlaas.loop.controller import Controller, LoopSettings
 from marlaas.loop.jobs import Roster, Seat
 from marlaas.loop.usage import UNLIMITED, Tenants
@@ -651,6 +658,34 @@ def test_a_version_of_a_job_that_does_not_run_is_loaded_judged_and_unloaded(
     Service(tmp_path, script)
 
 
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_version_that_cannot_be_loaded_costs_its_job_nothing(
+    tmp_path: Path, is_running: bool
+) -> None:
+    class Full(FakeWorker):
+        async def load_version(self, *_: object) -> str:
+            raise CapacityExceeded("no slot is free")
+
+    spec = job(steps=40 if is_running else 4, max_staleness=0)
+
+    async def script(service: Service) -> None:
+        await service.submit(spec)
+        if is_running:
+            await service.until(lambda: service.step(spec) > 5)
+        else:
+            await service.until(lambda: service.is_done(spec))
+        kept = [row.version for row in service.store.versions("acme", "say-y") if row.has_adapter]
+        version = sorted(set(kept) - {0, service.step(spec)})[0]
+        await service.controller.evaluate("acme", "say-y", version)
+        await service.until(lambda: service.is_done(spec))
+        await asyncio.sleep(1.0)
+        assert not service.controller._judging.is_visited("acme/say-y")
+        said = [e.data for e in service.store.events("acme") if e.kind is EventKind.LOG]
+        assert said == [{"text": f"version {version} was not judged: no slot is free"}]
+
+    Service(tmp_path, script, worker=Full)
+
+
 def test_a_job_that_is_being_judged_starts_afterwards(tmp_path: Path) -> None:
     spec = job(steps=20, eval_prompts=100)
 
@@ -713,3 +748,21 @@ def test_jobs_outlast_a_full_disk_and_verbs_say_so(tmp_path: Path, at_s: float) 
 
     store = FlakyStore(tmp_path)
     Service(tmp_path, script, store=store, worker=lambda: FakeWorker(speed=Speed(restart_s=0.5)))
+
+
+def test_a_server_stops_although_its_disk_is_full_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    specs = [job("a", steps=20), job("b", env={"tool_s": 0.4}), job("c", eval_every=1)]
+
+    async def first(service: Service) -> None:
+        await service.submit(*specs)
+        await service.until(lambda: service.step(specs[0]) > 2)
+        store.is_full = True
+        await asyncio.sleep(20.0)
+
+    async def second(service: Service) -> None:
+        await service.until(lambda: service.is_done(*specs))
+
+    store = FlakyStore(tmp_path)
+    assert Service(tmp_path, first, store=store).state(specs[0]) is JobState.RUNNING
+    store.close()
+    Service(tmp_path, second)
