@@ -90,6 +90,7 @@ async def run_jobs(
         )
         for spec in specs:
             await controller.submit(spec)
+        runtime.settle_heap()
         began_s, began_cpu_s = runtime.now_s(), runtime.cpu_s()
         watching = asyncio.create_task(_watch(engines, observer), name="worker stats")
         stack.callback(watching.cancel)

@@ -6,6 +6,7 @@ module reads a wall clock or makes an unseeded generator; a test holds that.
 """
 
 import asyncio
+import gc
 import hashlib
 import os
 import selectors
@@ -16,6 +17,9 @@ from typing import TypeVar
 import numpy as np
 
 T = TypeVar("T")
+
+YOUNG_OBJECTS = 20_000
+"""New containers after which garbage is collected, in a process with a settled heap."""
 
 
 def now_s() -> float:
@@ -35,6 +39,17 @@ def rss_bytes() -> int:
     """Return the resident memory of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def settle_heap() -> None:
+    """Leave out of garbage collection what this process has loaded by now, and collect less often.
+
+    Called once a server has started: modules and settings stay to its end, and of what the loop
+    makes hardly anything is cyclic. Collections took a tenth of its CPU.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
 
 
 def wall_time_s() -> float:

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import cast
 
 import numpy as np
@@ -160,8 +161,7 @@ def best_document(query: str, documents: Sequence[str]) -> str:
     A shared word counts 1 / (number of documents that hold it), a document's first word, which
     is its title, twice that.
     """
-    terms = [_distinct_terms(document) for document in documents]
-    frequency = Counter(word for words in terms for word in words)
+    terms, frequency = _index(tuple(documents))
     wanted = _distinct_terms(query)
     scores = [
         sum(1 / frequency[word] for word in words if word in wanted)
@@ -170,6 +170,13 @@ def best_document(query: str, documents: Sequence[str]) -> str:
     ]
     best = max(range(len(documents)), key=lambda i: scores[i])
     return documents[best] if scores[best] > 0 else NO_RESULT
+
+
+@lru_cache(maxsize=256)
+def _index(documents: tuple[str, ...]) -> tuple[list[list[str]], Counter[str]]:
+    """Return the words of each document, and in how many a word stands: once for all searches."""
+    terms = [_distinct_terms(document) for document in documents]
+    return terms, Counter(word for words in terms for word in words)
 
 
 def make_world(settings: SearchSettings, index: int, *, seed: int, split: str) -> World:

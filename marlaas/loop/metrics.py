@@ -24,7 +24,7 @@ def of_groups(groups: Sequence[Group], *, version: int, dropped: Mapping[int, st
         for trajectory in trajectories
         if trajectory.min_version is not None
     ]
-    sampled = [int(trajectory.loss_mask.sum()) for trajectory in trajectories]
+    sampled = [int(np.count_nonzero(trajectory.loss_mask)) for trajectory in trajectories]
     row = {
         "reward_mean": _mean(rewards),
         "reward_std": float(rewards.std()) if len(rewards) else NAN,
@@ -60,12 +60,10 @@ def of_outputs(data: Sequence[Datum], outputs: Sequence[DatumOutput]) -> dict:
     """
     if not data:
         return {"tokens_trained": 0.0} | dict.fromkeys(_OF_TRAINED_TOKENS, NAN)
-    log_ratio = np.concatenate(
-        [
-            (output.logprobs - datum.sampling_logprobs)[datum.weights != 0]
-            for datum, output in zip(data, outputs, strict=True)
-        ]
-    ).astype(np.float64)
+    trained = np.concatenate([output.logprobs for output in outputs])
+    sampled = np.concatenate([datum.sampling_logprobs for datum in data])
+    is_trained = np.concatenate([datum.weights for datum in data]) != 0
+    log_ratio = (trained - sampled)[is_trained].astype(np.float64)
     num_tokens = len(log_ratio)
     ratio = np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     has_reference = data[0].reference_logprobs is not None

@@ -117,7 +117,7 @@ class GroupRollout:
             envs = self._family.make(prompt, plan.size)
         except Exception as error:  # the fate "bad rollout": whatever tenant-chosen code raises
             return _stillborn(plan, f"{type(error).__name__}: {error}")
-        opening = list(self._tokenizer.render_opening(prompt.messages))
+        opening = np.asarray(self._tokenizer.render_opening(prompt.messages), dtype=np.int32)
         self._episodes = [
             Episode(self._spec, self._tokenizer, plan, index, prompt, opening)
             for index in range(plan.size)
@@ -152,7 +152,7 @@ class Episode:
         plan: GroupPlan,
         index: int,
         prompt: Prompt,
-        opening: list[int],
+        opening: np.ndarray,
     ) -> None:
         self.is_over = False
         """The verdict is in; only cleaning up is left."""
@@ -162,8 +162,11 @@ class Episode:
         self._plan = plan
         self._index = index
         self._sequence_id = f"{spec.policy_id}/{plan.label}/{index}"
+        self._seed = runtime.derive_seed("sample", spec.seed, plan.split, plan.index, index)
         self._opening_len = len(opening)
-        self._tokens = list(opening)
+        self._pieces = [opening]
+        """The sequence so far: opening, completion, continuation, completion, ..."""
+        self._num_tokens = len(opening)
         self._messages = list(prompt.messages)
         self._completions: list[tuple[int, Completion]] = []
         """Position of the first sampled token, and what was sampled there."""
@@ -216,17 +219,17 @@ class Episode:
             continuation = self._tokenizer.render_continuation(
                 completion.tokens.tolist(), answer.messages
             )
-            if len(self._tokens) + len(continuation) >= max_context:
+            if self._num_tokens + len(continuation) >= max_context:
                 # What was said does not fit, so nothing can be answered: judge what there is.
                 answer = await self._judge(env, "", is_last=True)
                 return TrajectoryEnd.TRUNCATED, answer
-            self._tokens.extend(continuation)
+            self._append(np.asarray(continuation, dtype=np.int32))
             self._messages.extend(answer.messages)
         raise AssertionError("an environment that was told `is_last` must end")
 
     async def _sample(self, generator: Generator, max_context: int, *, is_last: bool) -> Completion:
         spec, plan, turn = self._spec, self._plan, len(self._completions)
-        start = len(self._tokens)
+        start = self._num_tokens
         self._is_kept = not is_last
         completion = await generator.generate(
             GenerateRequest(
@@ -234,24 +237,29 @@ class Episode:
                 sequence_id=self._sequence_id,
                 policy_id=spec.policy_id,
                 version=plan.version,
-                tokens=np.asarray(self._tokens, dtype=np.int32),
+                tokens=self._tokens(),
                 sampling=SamplingParams(
                     max_tokens=min(spec.max_tokens, max_context - start),
                     temperature=spec.temperature,
                     stop_token_ids=tuple(self._tokenizer.stop_token_ids),
-                    seed=runtime.derive_seed(
-                        "sample", spec.seed, plan.split, plan.index, self._index
-                    ),
+                    seed=self._seed,
                 ),
-                prefix_id=plan.label,
+                prefix_id=plan.label if plan.size > 1 else "",  # nobody to share it with
                 prefix_len=self._opening_len,
                 keep_kv=not is_last,
                 in_flight=spec.is_in_flight and plan.is_training,
             )
         )
         self._completions.append((start, completion))
-        self._tokens.extend(completion.tokens.tolist())
+        self._append(completion.tokens)
         return completion
+
+    def _append(self, tokens: np.ndarray) -> None:
+        self._pieces.append(tokens)
+        self._num_tokens += len(tokens)
+
+    def _tokens(self) -> np.ndarray:
+        return self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces)
 
     def _reply(self, completion: Completion) -> str:
         """Return a completion as text, without its stop token, and note it as a message."""
@@ -296,7 +304,7 @@ class Episode:
     def _trajectory(self, end: TrajectoryEnd, verdict: EnvStep, detail: str) -> Trajectory:
         """Lay the sampled tokens over the whole sequence; tokens after the last one are dropped."""
         last = self._completions[-1] if self._completions else None
-        length = len(self._tokens) if last is None else last[0] + len(last[1].tokens)
+        length = self._num_tokens if last is None else last[0] + len(last[1].tokens)
         loss_mask = np.zeros(length, dtype=bool)
         sampling_logprobs = np.zeros(length, dtype=np.float32)
         versions = np.full(length, -1, dtype=np.int32)
@@ -318,7 +326,7 @@ class Episode:
             )
         return Trajectory(
             index=self._index,
-            tokens=np.asarray(self._tokens[:length], dtype=np.int32),
+            tokens=self._tokens()[:length],
             loss_mask=loss_mask,
             sampling_logprobs=sampling_logprobs,
             versions=versions,

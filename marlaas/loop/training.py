@@ -152,7 +152,7 @@ def make_batch(groups: Sequence[Group], spec: JobSpec, algorithm: Algorithm) -> 
             kept += zip(judged, algorithm.advantage(reward_n).tolist(), strict=True)
     if not kept:
         return Batch(data=[], trajectories=[], dropped=dropped)
-    length_N = np.array([int(trajectory.loss_mask.sum()) for trajectory, _ in kept])
+    length_N = np.array([np.count_nonzero(trajectory.loss_mask) for trajectory, _ in kept])
     weight_N = algorithm.normaliser(length_N, spec.max_tokens)
     data = [
         _datum(trajectory, advantage, weight, spec.temperature)
@@ -169,13 +169,15 @@ async def measure_gap(
     Returns |train - sampling logprob| per token. Trajectories that saw several versions, or whose
     version is not live any more, cannot be compared and are left out.
     """
+    if num_wanted <= 0:
+        return []
     candidates = [
         trajectory
         for group in groups
         for trajectory in group.trajectories
         if _one_version(trajectory) and policy.is_live(trajectory.turns[0].version)
     ]
-    if not candidates or num_wanted <= 0:
+    if not candidates:
         return []
     rng = runtime.rng("gap", spec.seed, policy.version)
     picks = rng.choice(len(candidates), size=min(num_wanted, len(candidates)), replace=False)
@@ -199,7 +201,8 @@ def _gaps(trained: np.ndarray, sampled: np.ndarray, where: np.ndarray) -> list[f
 
 def _is_of(trajectory: Trajectory, version: int) -> bool:
     """Return whether one version, and this one, sampled all of a trajectory."""
-    return _one_version(trajectory) and trajectory.turns[0].version == version
+    turns = trajectory.turns
+    return bool(turns) and turns[0].version == version and _one_version(trajectory)
 
 
 def _datum(trajectory: Trajectory, advantage: float, weight: float, temperature: float) -> Datum:

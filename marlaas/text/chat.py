@@ -14,6 +14,7 @@ their thinking, say) is found out at load and refused for conversations of sever
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,9 @@ from tokenizers import Tokenizer
 
 from marlaas.errors import InvalidRequest
 from marlaas.types import Message
+
+MAX_CONTINUATIONS = 256
+"""Answers of environments whose ids are remembered."""
 
 _STAND_IN = "Zq7Stand0In4Reply"
 """Text that no template contains and none would change."""
@@ -51,6 +55,9 @@ class ChatTokenizer:
             self._end_of_turn = _end_of_turn(template)
         self.is_multi_turn_safe = not self.unsafe_reason
         """False when the template rewrites earlier turns; `unsafe_reason` says how."""
+        self._num_end_ids = len(self.encode(self._end_of_turn))
+        # Siblings of a group often get the same answer: the same search finds the same document.
+        self._after_reply = lru_cache(maxsize=MAX_CONTINUATIONS)(self._encode_after_reply)
         self.stop_token_ids = self._with_end_of_turn(stop_token_ids)
         """Ids after which a turn is over."""
 
@@ -106,14 +113,17 @@ class ChatTokenizer:
         Raises:
             InvalidRequest: the template is not safe for several turns, or refuses the messages.
         """
+        ids, most = self._after_reply(tuple(messages)), self._num_end_ids
+        said = tuple(sampled_ids[-most:]) if most else ()
+        return list(ids[_overlap(said, ids[:most]) :])
+
+    def _encode_after_reply(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         template = self._template_for(messages)
         if not self.is_multi_turn_safe:
             raise InvalidRequest(
                 f"conversations of several turns need another base: {self.unsafe_reason}"
             )
-        ids = self.encode(template.render_after_reply(messages))
-        most = len(self.encode(self._end_of_turn))
-        return ids[_overlap(list(sampled_ids)[-most:] if most else [], ids[:most]) :]
+        return tuple(self.encode(template.render_after_reply(messages)))
 
     def _template_for(self, messages: Sequence[Message]) -> "ChatTemplate":
         if self._template is None:
@@ -242,7 +252,7 @@ def _end_of_turn(template: ChatTemplate) -> str:
     return ending[:size]
 
 
-def _overlap(ids: list[int], following: list[int]) -> int:
+def _overlap(ids: tuple[int, ...], following: tuple[int, ...]) -> int:
     """Return how many of the first ids of `following` already stand at the end of `ids`."""
     for size in range(min(len(ids), len(following)), 0, -1):
         if ids[-size:] == following[:size]:

@@ -2,9 +2,9 @@
 
     frame = length u32 | call id u32 | message number u8 | MessagePack body (store/codec)
 
-Every call is answered by exactly one `Reply...` with the same call id, in any order; `Release`
-alone, which nobody waits for, by none. The socket is private to parent and child; nothing in a
-frame chooses what is constructed but the numbers below.
+Every call is answered by exactly one `Reply...` with the same call id, in any order; `Release`,
+which nobody waits for, by none. The socket is private to parent and child; nothing in a frame
+chooses what is constructed but the numbers below.
 """
 
 import struct

@@ -166,6 +166,12 @@ def test_siblings_share_their_prefix_and_differ_in_their_seed() -> None:
     assert not {r.sampling.seed for r in other.requests} & {r.sampling.seed for r in requests}
 
 
+def test_a_lone_trajectory_keeps_no_prefix_for_others() -> None:
+    generator = Replies(lambda request: "x\n")
+    roll_out(Echo(lambda *_: done()), generator, size=1)
+    assert [request.prefix_id for request in generator.requests] == [""]
+
+
 def test_held_out_prompts_never_share_a_seed_with_training() -> None:
     generator = Replies(lambda request: "x\n")
 

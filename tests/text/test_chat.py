@@ -246,3 +246,22 @@ def test_rendering_loads_neither_torch_nor_transformers():
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_remembered_continuations_equal_fresh_ones_whatever_was_asked_before(tiny):
+    words = ["Orlan", "<|im_end|>", "", "äöü 12", "lives in Veskar.\n"]
+    asked = [
+        [Message(role, f"{first} {second}"), *rest]
+        for role in ("tool", "user")
+        for first in words
+        for second in words
+        for rest in ([], [Message("user", first)])
+    ]
+    replies = [tiny.encode(text) for text in ("Orlan", "Orlan<|im_end|>", "Orlan<|im_end|>\n", "")]
+    fresh = ChatTokenizer.load(resolve_base("tiny"))
+    for messages in [*asked, *reversed(asked)]:  # the second time every one is remembered
+        for ids in replies:
+            more = tiny.render_continuation(ids, messages)
+            fresh._after_reply.cache_clear()
+            assert more == fresh.render_continuation(ids, messages)
+            more.append(-1)  # what a caller does with its ids is its own affair
