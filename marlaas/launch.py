@@ -18,6 +18,7 @@ from marlaas.envs.base import Family
 from marlaas.envs.catalog import make_family
 from marlaas.errors import InvalidRequest
 from marlaas.loop.controller import Controller, Mode
+from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.text.bases import ensure_base, num_weights
 from marlaas.text.chat import ChatTokenizer
@@ -72,8 +73,8 @@ async def run_jobs(
     started_s = runtime.now_s()
     is_exact = any(spec.is_seeded for spec in specs)
     async with AsyncExitStack() as stack:
-        store = Store(out)
-        stack.callback(store.close)
+        store = AsyncStore(Store(out))
+        stack.push_async_callback(store.close)
         settings = engine_settings(run, base, is_exact=is_exact)
         resolved = [asdict(one) for one in settings]
         (out / ENGINES_FILE).write_text(json.dumps(resolved, indent=2) + "\n")
@@ -88,7 +89,7 @@ async def run_jobs(
             mode=mode,
         )
         for spec in specs:
-            controller.submit(spec)
+            await controller.submit(spec)
         runtime.settle_heap()
         began_s, began_cpu_s = runtime.now_s(), runtime.cpu_s()
         watching = asyncio.create_task(_watch(engines, observer), name="worker stats")

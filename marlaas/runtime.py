@@ -53,8 +53,13 @@ def settle_heap() -> None:
 
 
 def wall_time_s() -> float:
-    """Return seconds since the epoch, for records that people read; never for ordering."""
-    return time.time()
+    """Return seconds since the epoch, for records that people read and for days; never for
+    ordering. Under virtual time it goes with the virtual clock."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return time.time()
+    return loop.epoch_s + loop.time() if isinstance(loop, VirtualTimeLoop) else time.time()
 
 
 def derive_seed(*labels: int | str) -> int:
@@ -93,7 +98,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     Only timers and tasks may drive it; threads and sockets have no place in a simulation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, epoch_s: float = 0.0) -> None:
+        self.epoch_s = epoch_s
+        """Wall time when the virtual clock shows 0."""
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
 
@@ -101,7 +108,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._jumping.virtual_s
 
 
-def run_virtual(main: Coroutine[object, object, T]) -> T:
-    """Run a coroutine to its end under virtual time."""
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+def run_virtual(main: Coroutine[object, object, T], *, epoch_s: float = 0.0) -> T:
+    """Run a coroutine to its end under virtual time, which begins at `epoch_s`."""
+    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(epoch_s)) as runner:
         return runner.run(main)

@@ -353,6 +353,12 @@ class Trainer(Protocol):
         """Make a fresh policy at version 0, live for generation. Returns its adapter hash."""
         ...
 
+    async def create_from(self, policy_id: PolicyId, spec: AdapterSpec, source: str) -> str:
+        """Make a policy at version 0, live, that begins where another one was: at a PEFT folder, or
+        at a snapshot file, which gives moments and update clock, too. Rank and targets must be
+        those of `spec`; alpha is the source's. Returns its adapter hash."""
+        ...
+
     async def load(self, policy_id: PolicyId, snapshot: str) -> StepResult:
         """Bring a policy back from a state snapshot (adapter, moments, clock), live."""
         ...
@@ -769,6 +775,20 @@ class EvalRecord:
     elapsed_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """Something of a job makes no progress, or does again."""
+
+    stage: str
+    """One of `loop.watchdog.Stage`."""
+    tenant: TenantId
+    job: str
+    cause: str
+    """What is waited for, in words."""
+    since_s: float
+    """How long it has been waited for."""
+
+
 class JobObserver(Protocol):
     """Whoever wants to see progress. Called from the event loop: return quickly, never raise."""
 
@@ -779,5 +799,7 @@ class JobObserver(Protocol):
     def eval_done(self, spec: JobSpec, record: EvalRecord) -> None: ...
 
     def group_done(self, spec: JobSpec, group: Group) -> None: ...
+
+    def notice(self, spec: JobSpec, notice: Notice) -> None: ...
 
     def workers_seen(self, stats: "Sequence[WorkerStats]") -> None: ...

@@ -17,6 +17,8 @@ import numpy as np
 from marlaas import runtime
 from marlaas.envs.base import EnvStep
 from marlaas.errors import EnvironmentFailure, FailureKind, NotFound, WorkerLost
+from marlaas.store.async_store import AsyncStore
+from marlaas.store.db import Store
 from marlaas.types import (
     AdamParams,
     AdapterSpec,
@@ -30,6 +32,7 @@ from marlaas.types import (
     JobSpec,
     JobState,
     Message,
+    Notice,
     Objective,
     PolicyId,
     Prompt,
@@ -62,12 +65,49 @@ class ByteTokenizer:
         ending = b"" if list(sampled_ids)[-1:] == [STOP] else b"\n"
         return list(ending + self._render(messages))
 
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("latin1"))
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode("latin1")
 
     def _render(self, messages: Sequence[Message]) -> bytes:
         text = "".join(f"{message.role}:{message.content}\n" for message in messages)
         return f"{text}assistant:".encode("latin1")
+
+
+# ---------------------------------------------------------------------------------------------
+# Store
+
+
+class SlowStore(AsyncStore):
+    """A store whose calls take virtual time, before and after they are made, one after another.
+
+    Like the real one, it keeps the order of calls, and a cancelled caller still waits for its call.
+    """
+
+    def __init__(self, store: Store, *, call_s: float, seed: int) -> None:
+        super().__init__(store, is_threaded=False)
+        self._call_s = call_s
+        self._rng = runtime.rng("slow store", seed)
+        self._turn = asyncio.Lock()
+
+    async def call(self, function: Callable, *args: object, **kwargs: object) -> object:
+        calling = asyncio.ensure_future(self._call_in_turn(function, args, kwargs))
+        try:
+            return await asyncio.shield(calling)
+        except asyncio.CancelledError:
+            await asyncio.wait([calling])
+            calling.exception()  # nobody will ask
+            raise
+
+    async def _call_in_turn(self, function: Callable, args: tuple, kwargs: dict) -> object:
+        async with self._turn:
+            await asyncio.sleep(self._call_s * self._rng.exponential())
+            try:
+                return function(self.store, *args, **kwargs)
+            finally:
+                await asyncio.sleep(self._call_s * self._rng.exponential())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -155,6 +195,8 @@ class FakePolicy:
     live: dict[int, np.ndarray] = field(default_factory=dict)
     pending: np.ndarray | None = None
     """The newest version, made and not yet published."""
+    is_trained: bool = True
+    """False for versions that were loaded only to be sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +316,10 @@ class FakeWorker:
     # Generator ----------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        policy = self._policy(request.policy_id)
+        if request.policy_id is None:
+            policy = FakePolicy(np.zeros(len(ALPHABET)), live={0: np.zeros(len(ALPHABET))})
+        else:
+            policy = self._policy(request.policy_id)
         self.kept_sequences.discard(request.sequence_id)
         assert request.version in policy.live, f"{request.policy_id} v{request.version} not live"
         pinned = policy.live[request.version]
@@ -296,7 +341,8 @@ class FakeWorker:
         self._count("prefill", self.speed.prefill_s, len(request.tokens))
         self._count("decode", self.speed.token_s / 4, len(tokens))
         versions = np.full(len(tokens), request.version, dtype=np.int32)
-        return self._completion(request, tokens, logprobs, stop_reason, versions, hash_of(pinned))
+        adapter_hash = hash_of(pinned) if request.policy_id else ""
+        return self._completion(request, tokens, logprobs, stop_reason, versions, adapter_hash)
 
     async def _generate_in_flight(self, request: GenerateRequest, policy: FakePolicy) -> Completion:
         tokens: list[int] = []
@@ -357,20 +403,30 @@ class FakeWorker:
     async def create(self, policy_id: PolicyId, spec: AdapterSpec) -> str:
         await self._work(self.speed.call_s)
         logits = np.zeros(len(ALPHABET))
-        self.policies[policy_id] = FakePolicy(logits, live={0: logits})
+        self._add(policy_id, FakePolicy(logits, live={0: logits}))
+        return hash_of(logits)
+
+    async def create_from(self, policy_id: PolicyId, spec: AdapterSpec, source: str) -> str:
+        await self._work(self.speed.call_s)
+        path = Path(source)
+        _, logits = _read(path / "adapter" if path.is_dir() else path)
+        self._add(policy_id, FakePolicy(logits, live={0: logits}))
         return hash_of(logits)
 
     async def load(self, policy_id: PolicyId, snapshot: str) -> StepResult:
         await self._work(self.speed.call_s)
         version, logits = _read(Path(snapshot))
-        self.policies[policy_id] = FakePolicy(logits, version=version, live={version: logits})
+        self._add(policy_id, FakePolicy(logits, version=version, live={version: logits}))
         return StepResult(version=version, grad_norm=0.0, adapter_hash=hash_of(logits))
 
     async def load_version(self, policy_id: PolicyId, version: int, folder: str) -> str:
         await self._work(self.speed.call_s)
         stored, logits = _read(Path(folder) / "adapter")
         assert stored == version
-        self._policy(policy_id).live[version] = logits
+        fresh = FakePolicy(logits, is_trained=False)
+        live = self.policies.setdefault(policy_id, fresh).live
+        assert version not in live, f"{policy_id} v{version} is loaded already"
+        live[version] = logits
         return hash_of(logits)
 
     async def forward_backward(
@@ -440,8 +496,11 @@ class FakeWorker:
     async def retire(self, policy_id: PolicyId, version: int) -> None:
         await self._work(self.speed.call_s)
         policy = self._policy(policy_id)
-        assert version != max(policy.live), "the newest version is never retired"
+        is_newest = version == max(policy.live)
+        assert not (policy.is_trained and is_newest), "the newest version is never retired"
         del policy.live[version]
+        if not policy.live:
+            del self.policies[policy_id]
 
     async def save_adapter(self, policy_id: PolicyId, version: int, folder: str) -> str:
         await self._work(self.speed.call_s)
@@ -452,7 +511,12 @@ class FakeWorker:
 
     async def remove(self, policy_id: PolicyId) -> None:
         await self._work(self.speed.call_s)
-        self.policies.pop(policy_id, None)
+        if self.policies.pop(policy_id, None) is None:
+            raise NotFound(f"{self.name} has no policy {policy_id}")
+
+    def _add(self, policy_id: PolicyId, policy: FakePolicy) -> None:
+        assert policy_id not in self.policies, f"{policy_id} is loaded already"
+        self.policies[policy_id] = policy
 
     def _score(self, logits: np.ndarray, datum: Datum) -> np.ndarray:
         logprob_V = logprobs_of(logits, datum.temperature)
@@ -480,7 +544,10 @@ def _write(path: Path, version: int, logits: np.ndarray) -> None:
 
 
 def _read(path: Path) -> tuple[int, np.ndarray]:
-    blob = path.read_bytes()
+    try:
+        blob = path.read_bytes()
+    except FileNotFoundError:
+        raise NotFound(f"nothing at {path}") from None
     return int.from_bytes(blob[:8], "little"), np.frombuffer(blob[8:], dtype=np.float64).copy()
 
 
@@ -495,6 +562,10 @@ class Recorder:
     steps: list[tuple[str, StepRecord]] = field(default_factory=list)
     evaluations: list[tuple[str, EvalRecord]] = field(default_factory=list)
     groups: list[tuple[str, Group]] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+
+    def notice(self, spec: JobSpec, notice: Notice) -> None:
+        self.notices.append(notice)
 
     def job_state(self, spec: JobSpec, state: JobState, reason: str) -> None:
         self.states.append((spec.job_id, state, reason))

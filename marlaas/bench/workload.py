@@ -21,6 +21,7 @@ from marlaas.types import (
     JobSpec,
     JobState,
     Latency,
+    Notice,
     StepRecord,
     TenantId,
     WorkerStats,
@@ -94,6 +95,9 @@ class Silent:
         pass
 
     def group_done(self, spec: JobSpec, group: Group) -> None:
+        pass
+
+    def notice(self, spec: JobSpec, notice: Notice) -> None:
         pass
 
     def workers_seen(self, stats: Sequence[WorkerStats]) -> None:

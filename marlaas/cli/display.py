@@ -23,7 +23,16 @@ from rich.table import Table
 from rich.text import Text
 
 from marlaas import runtime
-from marlaas.types import EvalRecord, Group, JobId, JobSpec, JobState, StepRecord, WorkerStats
+from marlaas.types import (
+    EvalRecord,
+    Group,
+    JobId,
+    JobSpec,
+    JobState,
+    Notice,
+    StepRecord,
+    WorkerStats,
+)
 
 REFRESH_S = 0.25
 RATE_WINDOW_S = 30.0
@@ -160,6 +169,10 @@ class Lines:
         """Show progress as long as the block runs."""
         yield self
 
+    def notice(self, spec: JobSpec, notice: Notice) -> None:
+        """Say what holds a job up."""
+        self.say(f"{spec.job_id}: {notice.cause}, for {seconds(notice.since_s)}")
+
     def workers_seen(self, stats: Sequence[WorkerStats]) -> None:
         """Take the newest figures of every engine worker."""
         self.workers = tuple(stats)
@@ -260,7 +273,7 @@ class Board(Lines):
         super().__init__()
         self.title = title
         self._started_s = runtime.now_s()
-        self.notice = ""
+        self.said = ""
         """A sentence under the board, e.g. that the run is being stopped."""
 
     def render(self, width: int, height: int) -> RenderableType:
@@ -271,7 +284,7 @@ class Board(Lines):
         if self.workers:
             tail += [Text(""), *self._worker_bars(width, max(1, height // 3))]
         has_begun = any(line.state is not JobState.QUEUED for line in self.jobs.values())
-        if notice := self.notice or ("" if has_begun or self.workers else STARTING):
+        if notice := self.said or ("" if has_begun or self.workers else STARTING):
             tail.append(Text(notice, style="bold yellow"))
         room = max(1, height - len(parts) - len(tail) - 2)
         shown, hidden = self._visible(room)
@@ -396,7 +409,7 @@ class LiveDisplay(Board):
         self._console = console
 
     def say(self, words: str) -> None:
-        self.notice = words
+        self.said = words
 
     @asynccontextmanager
     async def shown(self) -> AsyncIterator[Self]:

@@ -14,37 +14,61 @@
 - A job moves when *its* event fires: a turn returned, a group finished, a version published. Nobody
   polls, and no stage waits for another job's stage.
 - Durable before visible: a group is stored before it is trained on, a step before it is published.
+- Which jobs run at all is `loop/jobs.py`'s to say; what a tenant has used up, `loop/usage.py`'s.
 - Four fates: a bad request fails its job, a bad rollout is recorded on its trajectory, a lost
   worker's work is done again, a broken invariant ends the process, and the store brings all back.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Concatenate, ParamSpec, TypeVar
 
 from marlaas.envs.base import Family
 from marlaas.envs.latency import with_latency
-from marlaas.errors import MarlaasError, PolicyDiverged, WorkerLost
+from marlaas.errors import Conflict, MarlaasError, WorkerLost
 from marlaas.loop import algorithms
 from marlaas.loop.evaluation import Evaluation, is_due
 from marlaas.loop.fairness import TokenCounts
 from marlaas.loop.job import Job
-from marlaas.loop.policies import Placement, Policy, Station, Worker
+from marlaas.loop.jobs import Lifecycle, Roster, first_message, job_id_of
+from marlaas.loop.judging import Judging
+from marlaas.loop.patience import PatientStore
+from marlaas.loop.policies import Home, Placement, Policy, Station, VisitingPolicy, Worker
 from marlaas.loop.rollout import ChatTokenizer, GroupPlan, GroupRollout
+from marlaas.loop.status import StatusBoard
 from marlaas.loop.training import Outcome, train
-from marlaas.store.db import Store
+from marlaas.loop.usage import Tenants, sampled_tokens, trained_tokens
+from marlaas.loop.watchdog import BOUNDS_S, Stage, Watchdog, WatchedFamily
+from marlaas.store.async_store import AsyncStore
+from marlaas.store.db import Store, StoredJob
 from marlaas.types import (
+    EventKind,
     Generator,
     Group,
     JobId,
     JobObserver,
     JobSpec,
     JobState,
+    JobStatus,
+    Notice,
     StepRecord,
+    Tenant,
     TenantId,
+    Usage,
 )
+
+StageListener = Callable[[JobSpec, str, str, float, str], None]
+"""Hears of every stage of a job that is over: the job, the stage, its worker, when it began on the
+event loop's clock, and what it was in words."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 6
 """Attempts at one step, each of which loses the worker, before its job is given up: the step may be
@@ -68,75 +92,184 @@ class LoopSettings:
     """Share of the machine per tenant, relative to the others; 1 if not named."""
     gap_bound: float = 1e-3
     """Most |train - sampling logprob| under one version; in fp32 measured gaps lie below 1e-4."""
+    max_running_jobs: int = 64
+    """Jobs that have a policy on a worker at one time; the others are queued."""
+    bounds_s: Mapping[Stage, float] = field(default_factory=lambda: BOUNDS_S)
+    """How long one wait of a stage may take before the watchdog reports it."""
+    watch_every_s: float = 1.0
 
 
 class Controller:
-    """Runs jobs: constructed -> `run` -> every job terminal, or `stop`ped at step boundaries.
+    """Runs jobs: constructed -> `run` (to the end of all) or `serve` (until `stop`) -> over.
 
-    A controller on a store with unfinished jobs goes on with them.
+    A controller on a store with unfinished jobs goes on with them. Verbs may be called at any time
+    and may be repeated.
 
         controller = Controller(store, workers, tokenizer, make_family=make_family)
-        controller.submit(spec)
+        await controller.submit(spec)
         await controller.run()
         store.job("acme", "sums").state             # JobState.DONE
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, what it is made of
         self,
-        store: Store,
+        store: AsyncStore,
         workers: Sequence[Worker],
         tokenizer: ChatTokenizer,
         *,
         make_family: Callable[[JobSpec], Family],
         observer: JobObserver | None = None,
+        on_stage: StageListener | None = None,
         mode: Mode = Mode.ASYNC,
         settings: LoopSettings | None = None,
     ) -> None:
-        self._store = store
         self._settings = settings or LoopSettings()
-        self._placement = Placement(workers, self._settings.weights)
+        self._store = PatientStore(store)
+        self._tenants = Tenants(self._settings.weights)
+        self._wake = asyncio.Event()
+        self._placement = Placement(workers, self._tenants.weights, on_room=self._wake.set)
         self._tokenizer = tokenizer
         self._make_family = make_family
         self._observers = [observer] if observer else []
+        self._on_stage = on_stage
         self._mode = mode
-        self._turn = asyncio.Semaphore(1) if mode is Mode.LOCKSTEP else nullcontext()
         self._jobs: dict[JobId, Job] = {}
+        """Those that have a place, and those that are visited."""
+        self._watchdog = Watchdog(
+            self._report,
+            bounds_s=self._settings.bounds_s,
+            period_s=self._settings.watch_every_s,
+            may_rest=lambda spec: bool(self._tenants.why_spent(spec.tenant)),
+            on_over=self._note_stage if on_stage else None,
+        )
+        max_running = 1 if mode is Mode.LOCKSTEP else self._settings.max_running_jobs
+        self._roster = Roster(max_running, self._tenants)
+        self._lifecycle = Lifecycle(
+            self._store, self._roster, self._tenants, live=self._live, tell=self._tell_state
+        )
+        self._judging = Judging(
+            store,
+            self._roster,
+            self._jobs,
+            start=self._start_evaluation,
+            visit=self._visit,
+            on_visit_over=self._lifecycle.start_waiting,
+        )
+        self._board = StatusBoard(
+            self._roster, self._jobs, self._placement, self._tenants, self._watchdog
+        )
         self._tasks: asyncio.TaskGroup | None = None
-        self._wake = asyncio.Event()
         self._is_stopping = False
 
-    def submit(self, spec: JobSpec) -> None:
-        """Accept a job; it starts at once if the controller runs.
+    @property
+    def placement(self) -> Placement:
+        """The stations, for guests that compete with jobs (see `loop/serving.py`)."""
+        return self._placement
+
+    # Verbs, see `loop/jobs.py` --------------------------------------------------------------
+
+    async def submit(self, spec: JobSpec, *, idempotency_key: str = "") -> StoredJob:
+        """Accept a job; it starts as soon as there is a place for it.
 
         Raises:
-            InvalidRequest: its algorithm or environment cannot be made.
-            Conflict: the tenant has another job of that name.
+            InvalidRequest: its algorithm or environment cannot be made, or it is forked from
+                something that is not there.
+            Conflict: the tenant has another job of that name, or used the key for another one.
+            QuotaExceeded: the tenant has too many queued jobs.
         """
         algorithms.resolve(spec.algorithm)
         self._make_family(spec)
-        if self._store.add_job(spec.tenant, spec) and self._tasks is not None:
-            self._tasks.create_task(self._run_job(spec))
+        return await self._lifecycle.submit(spec, idempotency_key)
+
+    async def pause(
+        self, tenant_id: TenantId, name: str, reason: str = "paused by the tenant"
+    ) -> StoredJob:
+        """Stop a job so that it can be resumed; return once it holds nothing on a worker."""
+        return await self._lifecycle.pause(tenant_id, name, reason)
+
+    async def resume(self, tenant_id: TenantId, name: str) -> StoredJob:
+        """Queue a job again that was paused, held or failed."""
+        return await self._lifecycle.resume(tenant_id, name)
+
+    async def cancel(
+        self, tenant_id: TenantId, name: str, reason: str = "cancelled by the tenant"
+    ) -> StoredJob:
+        """Stop a job for good; return once it holds nothing on a worker."""
+        return await self._lifecycle.cancel(tenant_id, name, reason)
+
+    async def delete(self, tenant_id: TenantId, name: str) -> None:
+        """Delete all that is stored of a job that is neither active nor being judged."""
+        if self._judging.is_visited(job_id_of(tenant_id, name)):
+            raise Conflict(f"a version of job {name!r} is being judged; ask again later")
+        await self._lifecycle.delete(tenant_id, name)
+
+    async def evaluate(self, tenant_id: TenantId, name: str, version: int) -> None:
+        """Begin to judge a kept version, unless it was or is being judged; training goes on.
+
+        Raises:
+            NotFound: no such job, or the version is not kept.
+            Conflict: the job is just starting or ending, or the server does not run.
+            InvalidRequest: the job has no held-out prompts.
+        """
+        await self._judging.ask(tenant_id, name, version)
+
+    def status(self, tenant_id: TenantId, name: str) -> JobStatus:
+        """Return what a job waits for, its place, and when it is expected to start and end."""
+        return self._board.status(job_id_of(tenant_id, name))
+
+    def tenants_changed(self, tenants: Iterable[Tenant]) -> None:
+        """Let new weights and quotas of these tenants apply at once."""
+        changed = list(tenants)
+        self._tenants.change(changed)
+        for station in self._placement.stations:
+            station.queue.reweigh()
+        self._lifecycle.quotas_changed([tenant.tenant_id for tenant in changed])
+        self._wake_all()
+
+    @property
+    def lag_s(self) -> float:
+        """How long the event loop was held up when that was last measured."""
+        return self._watchdog.lag_s
+
+    # Running ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Run every unfinished job of the store to its end, or until `stop`."""
-        unfinished = [row.spec for row in self._store.all_jobs() if row.state.is_active]
-        try:
-            async with asyncio.TaskGroup() as stages:
-                admission = stages.create_task(self._admit())
-                async with asyncio.TaskGroup() as self._tasks:
-                    for spec in unfinished:
-                        self._tasks.create_task(self._run_job(spec))
-                admission.cancel()
-        finally:
-            self._tasks = None
+        await self._run(self._lifecycle.idle)
+
+    async def serve(self) -> None:
+        """Run jobs as they come, until `stop`."""
+        await self._run(self._lifecycle.stopped)
 
     def stop(self) -> None:
-        """Let running steps end and `run` return; nothing that was finished is lost."""
+        """Let running steps end and `run` or `serve` return; nothing that was finished is lost."""
         self._is_stopping = True
+        self._store.give_up()
+        self._lifecycle.stop()
         for job in self._jobs.values():
             job.buffer.close()
             for evaluation in job.judging:
                 evaluation.cancel()
+
+    async def _run(self, is_over: Callable[[], Awaitable[None]]) -> None:
+        """Run stages and jobs until `is_over` returns and all that still runs has ended."""
+        try:
+            async with asyncio.TaskGroup() as stages:
+                helpers = [
+                    stages.create_task(self._admit()),
+                    stages.create_task(self._watchdog.run()),
+                ]
+                async with asyncio.TaskGroup() as self._tasks:
+                    self._judging.begin(self._tasks)
+                    await self._lifecycle.begin(self._tasks)
+                    await is_over()
+                    self._lifecycle.finish()
+                    self._judging.finish()
+                for helper in helpers:
+                    helper.cancel()
+        finally:
+            self._tasks = None
+            self._tenants.stop()
 
     # Stages -----------------------------------------------------------------------------------
 
@@ -146,7 +279,10 @@ class Controller:
             self._wake.clear()
             for station in self._placement.stations:
                 while station.load.has_room and (job_id := station.queue.next()) is not None:
-                    self._open_group(self._jobs[job_id], station)
+                    if job_id in station.guests:
+                        station.guests[job_id]()
+                    else:
+                        self._open_group(self._jobs[job_id], station)
             await self._wake.wait()
 
     async def _roll_out(
@@ -156,13 +292,17 @@ class Controller:
         rollout = GroupRollout(job.spec, job.family, self._tokenizer, plan)
         job.rollouts[plan] = rollout
         try:
+            await self._note_open(job, plan)
             group = await rollout.run(generator)
         except WorkerLost:
             await job.policy.recover()
             job.give_back(plan)
         else:
-            job.policy.station.settle(job.spec, group, estimate_s, is_training=plan.is_training)
-            self._hand_over(job, plan, group)
+            cost_s = job.policy.station.settle(
+                job.spec, group, estimate_s, is_training=plan.is_training
+            )
+            job.meter.add_device_s(cost_s)
+            await self._hand_over(job, plan, group)
         finally:
             del job.rollouts[plan]
         self._ready(job)
@@ -177,16 +317,17 @@ class Controller:
             groups = await job.buffer.take(deadline_s=job.spec.straggler_deadline_s, cut=job.cut)
             if groups is None:
                 return
-            outcome = await self._step(job, groups)
-            await job.all_tidied()
-            record = self._commit(job, groups, outcome)
+            record = await self._step(job, groups)
             await self._publish(job, record)
             job.check_progress(record, groups)
+            self._check_caps(job)
 
     async def _publish(self, job: Job, record: StepRecord) -> None:
         """Let new rollouts, and an evaluation if one is due, use a committed step."""
-        await job.policy.publish(record.step)
+        with self._watchdog.watch(job.spec, Stage.PUBLISH, f"version {record.step} goes live"):
+            await job.policy.publish(record.step)
         job.buffer.publish(record.step)
+        job.note_step()
         self._ready(job)
         self._tell(lambda observer: observer.step_done(job.spec, record))
         if is_due(job.spec, record.step):
@@ -201,95 +342,131 @@ class Controller:
         await job.policy.keep_adapter()
         await job.policy.retire(job.buffer.oldest_needed_version())
         await job.policy.station.learn_rates()
+        await self._add_usage(job)
 
     async def _evaluate(self, job: Job, evaluation: Evaluation) -> None:
         """Judge a version on held-out prompts while training goes on."""
         try:
             await evaluation.done.wait()
+            record = evaluation.record(job.elapsed_s)
+            await self._record(job.spec, Store.add_evaluation, record, usage=evaluation.usage())
+            job.note(record)
         finally:
             del job.evaluations[evaluation.version]
             job.policy.let_go(evaluation.version)
-        record = evaluation.record(job.elapsed_s)
-        self._store.add_evaluation(job.spec.tenant, job.spec.name, record)
         self._tell(lambda observer: observer.eval_done(job.spec, record))
-        job.note(record)
 
     # The life of a job ------------------------------------------------------------------------
 
-    async def _run_job(self, spec: JobSpec) -> None:
-        """Bring a job from queued to a terminal state, or leave it running in the store."""
-        async with self._turn:
-            state, reason = JobState.DONE, ""
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    is_done = await self._live(spec, tasks)
-            except* PolicyDiverged as errors:
-                state, reason, is_done = JobState.HELD, _first_message(errors), True
-            except* MarlaasError as errors:
-                state, reason, is_done = JobState.FAILED, _first_message(errors), True
-            if is_done:
-                self._set_state(spec, state, reason)
-
-    async def _live(self, spec: JobSpec, tasks: asyncio.TaskGroup) -> bool:
-        """Run a job; return False if it was stopped before its end."""
+    async def _live(self, spec: JobSpec) -> bool:
+        """Run a job that has a place; return False if it was stopped before its end."""
         if self._is_stopping:
             return False
         if self._mode is Mode.LOCKSTEP:
             spec = replace(spec, max_staleness=0)
+        with self._watchdog.running(spec):
+            await self._record(spec, Store.set_job_state, JobState.RUNNING)
+            self._tell_state(spec, JobState.RUNNING, "")
+            return await self._train_to_its_end(spec)
+
+    async def _train_to_its_end(self, spec: JobSpec) -> bool:
+        async with asyncio.TaskGroup() as tasks:
+            policy = Policy(
+                spec, self._placement, self._store,
+                watch=self._watchdog.watch, on_room=self._wake.set,
+            )  # fmt: skip
+            job = self._place(spec, tasks, policy)
+            try:
+                await self._open(job)
+                await self._train(job)
+                await job.all_tidied()
+                await self._judge_last(job)
+                return job.is_trained and not await self._missing_evaluations(job)
+            finally:
+                await self._close(job)
+
+    def _place(self, spec: JobSpec, tasks: asyncio.TaskGroup, policy: Policy) -> Job:
+        """Give a job its environment and a station."""
         family = with_latency(self._make_family(spec), spec.latency, spec.seed)
+        job = Job(spec, WatchedFamily(family, spec, self._watchdog.watch), policy, tasks)
         self._placement.assign(spec, TokenCounts.guess(spec, family.max_turns))
-        policy = Policy(spec, self._placement, self._store, on_room=self._wake.set)
-        job = self._jobs[spec.job_id] = Job(spec, family, policy, tasks)
-        try:
-            await self._open(job)
-            await self._train(job)
-            await job.all_tidied()
-            await self._judge_last(job)
-            return job.is_trained and not self._missing_evaluations(job)
-        finally:
-            await self._close(job)
+        self._jobs[spec.job_id] = job
+        return job
 
     async def _open(self, job: Job) -> None:
         """Set a job where the store left it: environment up, policy live, evaluations under way."""
-        job.restore(self._store)
+        await job.restore(self._store)
+        await self._tenants.learn_today(self._store, job.spec.tenant)
         await job.family.start()
-        missing = self._missing_evaluations(job)
+        missing = await self._missing_evaluations(job)
         for version in missing:
             job.policy.hold(version)
         await job.policy.start(job.buffer.oldest_needed_version())
+        job.is_open = True
         for version in missing:
             job.policy.let_go(version)
             self._start_evaluation(job, version)
-        self._set_state(job.spec, JobState.RUNNING)
         self._ready(job)
 
     async def _judge_last(self, job: Job) -> None:
         """Wait for all evaluations; a job that stopped early has its last version judged too."""
         if job.is_trained:
             job.cancel_training_rollouts()
-            for version in self._missing_evaluations(job) - job.evaluations.keys():
+            for version in await self._missing_evaluations(job):
                 self._start_evaluation(job, version)
         await job.all_judged()
 
     async def _close(self, job: Job) -> None:
         """Free everything that a job holds outside the store."""
-        del self._jobs[job.spec.job_id]
+        job.is_open = False
         job.policy.station.queue.forget(job.spec)
-        await job.cancel_tasks()
-        await job.policy.remove()
-        self._placement.release(job.spec)
-        await job.family.stop()
+        try:
+            await job.cancel_tasks()
+            await job.policy.remove()
+            await job.family.stop()
+            await self._add_usage(job)
+        finally:
+            self._placement.release(job.spec)
+            del self._jobs[job.spec.job_id]
 
-    def _missing_evaluations(self, job: Job) -> set[int]:
-        """Return the versions that are due to be judged, were not, and still can be."""
+    async def _visit(self, spec: JobSpec, version: int) -> None:
+        """Load one version of a job that does not run, judge it, unload it. What goes wrong is
+        told to the tenant."""
+        policy = VisitingPolicy(
+            spec, self._placement, self._store, version,
+            watch=self._watchdog.watch, on_room=self._wake.set,
+        )  # fmt: skip
+        try:
+            with self._watchdog.running(spec):
+                await self._judge_to_its_end(spec, policy)
+        except* MarlaasError as errors:
+            await self._judging.say_not_judged(spec, version, first_message(errors))
+
+    async def _judge_to_its_end(self, spec: JobSpec, policy: Policy) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            job = self._place(spec, tasks, policy)
+            try:
+                await job.restore(self._store)
+                await self._tenants.learn_today(self._store, spec.tenant)
+                job.buffer.close()
+                await job.family.start()
+                await job.policy.start(policy.version)
+                job.is_open = True
+                if policy.version not in job.judged:
+                    self._start_evaluation(job, policy.version)
+                await job.all_judged()
+            finally:
+                await self._close(job)
+
+    async def _missing_evaluations(self, job: Job) -> set[int]:
+        """Return the versions that are due to be judged, are not about to be, and can be."""
+        rows = await self._store.call(Store.versions, job.spec.tenant, job.spec.name)
         spec, newest = job.spec, job.buffer.version
-        judged = {record.version for record in self._store.evaluations(spec.tenant, spec.name)}
-        rows = self._store.versions(spec.tenant, spec.name)
         kept = {row.version for row in rows if row.has_adapter}
         due = {version for version in kept | {0, newest} if is_due(spec, version)}
         if job.is_satisfied:
             due.add(newest)
-        return due - judged
+        return due - job.judged - job.evaluations.keys()
 
     def _waits_for_verdicts(self, job: Job) -> bool:
         """Return whether evaluations come before the next step: in the old way, and where a seed
@@ -301,51 +478,76 @@ class Controller:
 
     def _ready(self, job: Job) -> None:
         """A job may be able to open a group: let it compete."""
-        if job.spec.job_id in self._jobs:
+        if job.is_open:
             job.policy.station.queue.add(job.spec)
             self._wake.set()
 
     def _open_group(self, job: Job, station: Station) -> None:
-        """Open what a job opens next and charge it; one with nothing to open leaves the queue."""
-        plan = job.next_plan()
+        """Open what a job opens next and charge it; one with nothing to open leaves the queue, as
+        does one whose tenant has used up the day.
+
+        Slot, charge and places are taken at once, so that nothing else can take them meanwhile;
+        the store hears of it as the rollout's first act.
+        """
+        if self._tenants.why_spent(job.spec.tenant):
+            station.queue.discard(job.spec)
+            self._tenants.at_day_end(self._wake_all)
+            return
+        plan = job.next_plan() if job.is_open else None
         if plan is None:
             station.queue.discard(job.spec)
             return
-        if plan.is_training:
-            self._store.open_group(job.spec.tenant, job.spec.name, plan.index, version=plan.version)
         estimate_s = station.charge(job.spec, plan.size)
         generator = job.policy.generator(plan.size)  # its places are reserved from here on
         task = job.spawn_rollout(plan, self._roll_out(job, plan, generator, estimate_s))
         task.add_done_callback(lambda _: generator.close())
 
-    def _hand_over(self, job: Job, plan: GroupPlan, group: Group) -> None:
+    async def _note_open(self, job: Job, plan: GroupPlan) -> None:
+        """Record a training group before it is sampled."""
+        if plan.is_training:
+            await self._record(job.spec, Store.open_group, plan.index, version=plan.version)
+
+    async def _hand_over(self, job: Job, plan: GroupPlan, group: Group) -> None:
         """Give a finished group to whoever asked for it; training groups are stored first."""
         if not plan.is_training:
             job.judge(group)
             return
-        self._store.finish_group(job.spec.tenant, job.spec.name, group)
+        await self._record(job.spec, Store.finish_group, group)
         job.buffer.finish(group)
         self._tell(lambda observer: observer.group_done(job.spec, group))
+        self._count(job, sampled_tokens(group))
+        self._check_caps(job)
 
-    async def _step(self, job: Job, groups: list[Group]) -> Outcome:
-        """Train on groups until a worker lives through it.
+    async def _step(self, job: Job, groups: list[Group]) -> StepRecord:
+        """Train on groups until a worker lives through it, and make the step durable.
 
         Raises:
             WorkerLost: none does; the step itself may be what ends them.
         """
         for attempt in range(MAX_ATTEMPTS):
             await asyncio.sleep(job.wait_before_attempt_s(attempt))
+            home = job.policy.home
             try:
-                return await train(
-                    job.policy, job.spec, job.algorithm, groups, gap_bound=self._settings.gap_bound
-                )
+                with self._watchdog.watch(job.spec, Stage.TRAIN, f"{home[0]} makes a step"):
+                    outcome = await train(
+                        job.policy, job.spec, job.algorithm, groups,
+                        gap_bound=self._settings.gap_bound,
+                    )  # fmt: skip
+                await job.all_tidied()
+                return await self._commit(job, groups, outcome, home)
             except WorkerLost:
                 await job.policy.recover()
         step = job.policy.version + 1
         raise WorkerLost(f"workers were lost in all of {MAX_ATTEMPTS} attempts at step {step}")
 
-    def _commit(self, job: Job, groups: list[Group], outcome: Outcome) -> StepRecord:
-        """Make a step durable in one transaction, before anyone can see it."""
+    async def _commit(
+        self, job: Job, groups: list[Group], outcome: Outcome, home: Home
+    ) -> StepRecord:
+        """Make a step durable in one transaction, before anyone can see it.
+
+        Raises:
+            WorkerLost: the version that it made is not at `home` any more; nothing was written.
+        """
         record = StepRecord(
             step=outcome.result.version,
             group_indices=tuple(group.index for group in groups),
@@ -355,7 +557,12 @@ class Controller:
             metrics=outcome.metrics,
             elapsed_s=job.elapsed_s,
         )
-        self._store.commit_step(job.spec.tenant, job.spec.name, record, dropped=outcome.dropped)
+        with self._watchdog.watch(job.spec, Stage.STORE, "a step is written"):
+            await self._store.call_while(
+                lambda: job.policy.check_home(home),
+                Store.commit_step, job.spec.tenant, job.spec.name, record, dropped=outcome.dropped,
+            )  # fmt: skip
+        self._count(job, trained_tokens(groups, outcome.dropped))
         return record
 
     def _start_evaluation(self, job: Job, version: int) -> None:
@@ -367,17 +574,65 @@ class Controller:
         job.spawn_evaluation(self._evaluate(job, evaluation))
         self._ready(job)
 
-    def _set_state(self, spec: JobSpec, state: JobState, reason: str = "") -> None:
-        self._store.set_job_state(spec.tenant, spec.name, state, reason)
+    def _count(self, job: Job, tokens: int) -> None:
+        """Count tokens that are in the store."""
+        job.meter.add_tokens(tokens)
+        self._tenants.use(job.spec.tenant, tokens=tokens)
+
+    def _check_caps(self, job: Job) -> None:
+        """Pause a job that has reached its cap and is not at its end."""
+        cap = job.meter.why_capped()
+        if cap and not job.is_trained:
+            self._lifecycle.stop_soon(job.spec, JobState.PAUSED, cap)
+
+    async def _add_usage(self, job: Job) -> None:
+        """Write down what a job used beside tokens since this was done last."""
+        usage = job.meter.reading(sandbox_cpu_s=job.family.cpu_s())
+        if usage != Usage():
+            self._tenants.use(job.spec.tenant, sandbox_cpu_s=usage.sandbox_cpu_s)
+            await self._record(job.spec, Store.add_usage, usage)
+
+    def _wake_all(self) -> None:
+        """Quotas leave more than before, or a day has begun: whoever can, opens a group."""
+        for job in self._jobs.values():
+            self._ready(job)
+
+    async def _record(
+        self,
+        spec: JobSpec,
+        function: Callable[Concatenate[Store, TenantId, str, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Write something of a job down, however long the store takes."""
+        with self._watchdog.watch(spec, Stage.STORE, "the store is to answer"):
+            return await self._store.call(function, spec.tenant, spec.name, *args, **kwargs)
+
+    def _tell_state(self, spec: JobSpec, state: JobState, reason: str) -> None:
         self._tell(lambda observer: observer.job_state(spec, state, reason))
+
+    def _report(self, spec: JobSpec, notice: Notice) -> None:
+        """Tell everybody what holds a job up, or no longer does."""
+        logger.warning(
+            "%s: %s: %s (%.0f s)", spec.job_id, notice.stage, notice.cause, notice.since_s
+        )
+        self._tell(lambda observer: observer.notice(spec, notice))
+        if self._tasks is not None:
+            self._tasks.create_task(self._write_notice(spec, notice))
+
+    async def _write_notice(self, spec: JobSpec, notice: Notice) -> None:
+        data = {"stage": notice.stage, "cause": notice.cause, "since_s": notice.since_s}
+        with suppress(MarlaasError):  # the log has it; a store in trouble must not make more
+            await self._store.inner.call(
+                Store.add_event, spec.tenant, spec.name, EventKind.NOTICE, data
+            )
+
+    def _note_stage(self, spec: JobSpec, stage: Stage, what: str, began_s: float) -> None:
+        """Tell whoever traces the stages of one that is over."""
+        job = self._jobs.get(spec.job_id)
+        if job is not None and self._on_stage is not None:
+            self._on_stage(spec, stage.value, job.policy.station.worker.name, began_s, what)
 
     def _tell(self, notify: Callable[[JobObserver], None]) -> None:
         for observer in self._observers:
             notify(observer)
-
-
-def _first_message(errors: BaseExceptionGroup) -> str:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return str(error)

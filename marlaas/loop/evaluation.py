@@ -7,8 +7,9 @@ them: version n is judged while n + 1 and n + 2 are trained.
 import asyncio
 from collections import deque
 
+from marlaas.loop.fairness import TokenCounts
 from marlaas.loop.rollout import GroupPlan
-from marlaas.types import EvalRecord, Group, JobSpec
+from marlaas.types import EvalRecord, Group, JobSpec, Usage
 
 
 def is_due(spec: JobSpec, version: int) -> bool:
@@ -64,4 +65,12 @@ class Evaluation:
             num_prompts=len(trajectories),
             num_failed=len(trajectories) - len(judged),
             elapsed_s=elapsed_s,
+        )
+
+    def usage(self) -> Usage:
+        """Return what the evaluation made the generator compute."""
+        counts = [TokenCounts.of(group, is_training=False) for group in self._judged.values()]
+        return Usage(
+            evaluated_tokens=int(sum(count.decode for count in counts)),
+            prefill_tokens=int(sum(count.prefill for count in counts)),
         )

@@ -94,6 +94,10 @@ class DeficitRing(Generic[K]):
         if key in self._credit:
             self._credit[key] -= cost
 
+    def reweigh(self) -> None:
+        """Weights of keys have changed."""
+        self._min_weight = min((1.0, *(self._weight_of(key) for key in self._ring)))
+
     def _quantum(self, key: K) -> float:
         return self._max_cost / self._min_weight * self._weight_of(key)
 
@@ -147,6 +151,10 @@ class FairQueue:
         """Return the job whose turn it is, or None."""
         tenant = self._tenants.head()
         return None if tenant is None else self._jobs[tenant].head()
+
+    def reweigh(self) -> None:
+        """Weights have changed: what a round brings the tenants follows the smallest one."""
+        self._tenants.reweigh()
 
     def charge(self, spec: JobSpec, cost_s: float) -> None:
         """Charge device seconds to a job and its tenant; negative ones are given back."""
@@ -212,6 +220,8 @@ class CostModel:
         # Of a base of 1-2 M parameters on one core; at first only their ratios matter.
         self._rates_s = {"prefill": 2e-4, "decode": 1e-3, "train": 4e-4}
         self._counts: dict[JobId, TokenCounts] = {}
+        self.is_measured = False
+        """The worker has said how long its work takes: seconds are seconds."""
 
     def expect(self, job_id: JobId, counts: TokenCounts) -> None:
         """Take `counts` as what a group of the job needs, until groups say otherwise."""
@@ -236,6 +246,7 @@ class CostModel:
             tokens = stats.tokens.get(kind, 0)
             if tokens >= self.MIN_TOKENS:
                 self._rates_s[kind] = stats.busy_s.get(kind, 0.0) / tokens
+                self.is_measured = True
 
     def counts_of(self, job_id: JobId) -> TokenCounts:
         """Return what the job's next group is expected to need."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Coroutine
+from dataclasses import dataclass
 
 from marlaas import runtime
 from marlaas.envs.base import Family
@@ -12,18 +13,46 @@ from marlaas.loop.buffer import Buffer, Ticket
 from marlaas.loop.evaluation import Evaluation
 from marlaas.loop.policies import Policy
 from marlaas.loop.rollout import GroupPlan, GroupRollout
-from marlaas.store.db import GroupState, Store
-from marlaas.types import EvalRecord, Group, JobSpec, StepRecord
+from marlaas.loop.usage import Meter
+from marlaas.store.async_store import AsyncStore
+from marlaas.store.db import GroupState, Store, StoredJob
+from marlaas.types import EvalRecord, Group, JobSpec, StepRecord, TenantId
 
 MAX_BARREN_STEPS = 3
 """Steps in a row without a single verdict, or with a vetoed update, after which a job stops."""
+
+FOLLOW_PACE = 0.3
+"""Weight of the newest step in the running mean of a job's pace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the store says of a job's earlier runs."""
+
+    job: StoredJob
+    consumed: list[int]
+    """Indices of the groups that steps have taken."""
+    finished: list[Group]
+    """Groups that no step has taken yet."""
+    evaluations: list[EvalRecord]
+
+    @classmethod
+    def read(cls, store: Store, tenant_id: TenantId, name: str) -> "Progress":
+        """Read everything in one call of the store."""
+        rows = store.groups(tenant_id, name, GroupState.FINISHED)
+        return cls(
+            job=store.job(tenant_id, name),
+            consumed=store.consumed_groups(tenant_id, name),
+            finished=[row.group for row in rows if row.group is not None],
+            evaluations=store.evaluations(tenant_id, name),
+        )
 
 
 class Job:
     """The parts of one running job; the controller moves it, `restore` sets it where it was left.
 
     job = Job(spec, family, policy, tasks)
-    job.restore(store)
+    await job.restore(store)
     plan = job.next_plan()         # a training group or a held-out prompt; None: nothing to open
     job.give_back(plan)            # its worker was lost: it is opened again
     """
@@ -41,12 +70,21 @@ class Job:
             max_staleness=spec.max_staleness,
             is_seeded=spec.is_seeded,
         )
+        self.meter = Meter(spec)
+        self.is_open = False
+        """Its policy is live, so that groups can be opened."""
+        self.pace_s: float | None = None
+        """Seconds from step to step, lately; None before two steps of this run."""
+        self.stepped_s = 0.0
+        """When this run's last step was published, on the loop's clock."""
         self.is_satisfied = False
         """An evaluation reached `stop_at_success`."""
         self.rollouts: dict[GroupPlan, GroupRollout] = {}
         """Groups and held-out prompts being sampled."""
         self.evaluations: dict[int, Evaluation] = {}
         """Version -> evaluation in progress."""
+        self.judged: set[int] = set()
+        """Versions with a stored evaluation."""
         self.judging: set[asyncio.Task[None]] = set()
         """Evaluations in progress."""
         self._sampling: set[asyncio.Task[None]] = set()
@@ -61,15 +99,13 @@ class Job:
         self._num_failed = 0
         self._began_s = runtime.now_s()
 
-    def restore(self, store: Store) -> None:
+    async def restore(self, store: AsyncStore) -> None:
         """Take over what the store says of earlier runs."""
-        tenant, name = self.spec.tenant, self.spec.name
-        stored = store.job(tenant, name)
-        self._began_s = runtime.now_s() - stored.elapsed_s
-        rows = store.groups(tenant, name, GroupState.FINISHED)
-        finished = [row.group for row in rows if row.group is not None]
-        self.buffer.restore(stored.step, store.consumed_groups(tenant, name), finished)
-        for record in store.evaluations(tenant, name):
+        progress = await store.call(Progress.read, self.spec.tenant, self.spec.name)
+        self._began_s = runtime.now_s() - progress.job.elapsed_s
+        self.meter.restore(progress.job.usage)
+        self.buffer.restore(progress.job.step, progress.consumed, progress.finished)
+        for record in progress.evaluations:
             self.note(record)
 
     @property
@@ -161,6 +197,15 @@ class Job:
                 f"no verdict in {MAX_BARREN_STEPS} steps; the last said {last.end}: {last.detail}",
             )
 
+    def note_step(self) -> None:
+        """A step was published: follow the pace."""
+        now_s = runtime.now_s()
+        if self.stepped_s > 0:
+            taken_s = now_s - self.stepped_s
+            pace_s = taken_s if self.pace_s is None else self.pace_s
+            self.pace_s = pace_s + FOLLOW_PACE * (taken_s - pace_s)
+        self.stepped_s = now_s
+
     def wait_before_attempt_s(self, attempt: int) -> float:
         """Return how long to wait before a step is tried again after its worker was lost.
 
@@ -173,7 +218,8 @@ class Job:
         return (0.5 + jitter) * 2.0 ** (attempt - 2)
 
     def note(self, record: EvalRecord) -> None:
-        """Stop training once an evaluation is good enough."""
+        """Take over a verdict that is stored; stop training once one is good enough."""
+        self.judged.add(record.version)
         if 0 < self.spec.stop_at_success <= record.success:
             self.is_satisfied = True
             self.buffer.close()
@@ -193,8 +239,8 @@ class Job:
         self._spawn(tidying, self._tidying)
 
     async def all_judged(self) -> None:
-        """Wait for the evaluations in progress."""
-        if self.judging:
+        """Wait for the evaluations in progress, and those that are asked for meanwhile."""
+        while self.judging:
             await asyncio.wait(self.judging)
 
     async def all_tidied(self) -> None:
@@ -220,4 +266,10 @@ class Job:
         task = self._tasks.create_task(coroutine)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        task.add_done_callback(self._notice_failure)
         return task
+
+    def _notice_failure(self, task: asyncio.Task[None]) -> None:
+        """A task that failed ends the others, and none can be added from now on."""
+        if not task.cancelled() and task.exception() is not None:
+            self.is_open = False

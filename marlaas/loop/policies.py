@@ -15,24 +15,32 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, TypeVar, TypeVarTuple
 
 from marlaas import runtime
-from marlaas.errors import PolicyDiverged, WorkerLost
+from marlaas.errors import NotFound, PolicyDiverged, StoreUnavailable, WorkerLost
 from marlaas.loop.fairness import CostModel, FairQueue, TokenCounts, WorkerLoad
+from marlaas.loop.forks import take_fork
+from marlaas.loop.watchdog import Stage, Watch
+from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.store.files import VersionFiles
 from marlaas.types import (
     Capabilities,
     Completion,
+    EvalRecord,
     GenerateRequest,
     Generator,
     Group,
+    JobId,
     JobSpec,
     TenantId,
     Trainer,
     WorkerStats,
 )
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 MAX_RECOVERIES = 5
 """Times that a worker may be lost while it brings one policy back, before the job gives up."""
@@ -91,7 +99,14 @@ class Station:
         self.load = WorkerLoad(worker.max_decoding, worker.kv_capacity_tokens)
         self.costs = CostModel()
         self.queue = FairQueue(self.costs.predict_s, weights)
+        self.guests: dict[JobId, Callable[[], None]] = {}
+        """Who stands in the queue beside the jobs that live here, and what begins at its turn."""
         self._refreshed_s = runtime.now_s()
+
+    @property
+    def home(self) -> Home:
+        """What a policy that is loaded now is bound to."""
+        return _home(self.worker)
 
     def charge(self, spec: JobSpec, num_trajectories: int) -> float:
         """Charge the predicted device seconds of a group to its job; return them."""
@@ -99,12 +114,14 @@ class Station:
         self.queue.charge(spec, estimate_s)
         return estimate_s
 
-    def settle(self, spec: JobSpec, group: Group, estimate_s: float, *, is_training: bool) -> None:
-        """Correct the charge to what a finished group cost, and learn from it."""
+    def settle(self, spec: JobSpec, group: Group, estimate_s: float, *, is_training: bool) -> float:
+        """Correct the charge to what a finished group cost, and learn from it; return the cost."""
         counts = TokenCounts.of(group, is_training=is_training)
         if is_training:
             self.costs.learn(spec.job_id, counts)
-        self.queue.charge(spec, self.costs.seconds(counts) - estimate_s)
+        cost_s = self.costs.seconds(counts)
+        self.queue.charge(spec, cost_s - estimate_s)
+        return cost_s
 
     def forget(self, spec: JobSpec) -> None:
         """A job lives here no more."""
@@ -127,8 +144,15 @@ class Placement:
     placement.release(spec)                              # the job has ended
     """
 
-    def __init__(self, workers: Sequence[Worker], weights: Mapping[TenantId, float]) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        weights: Mapping[TenantId, float],
+        on_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_room` is called when somebody may be admitted: there is room, or a newcomer."""
         self.stations = [Station(worker, weights) for worker in workers]
+        self.on_room = on_room
         self._lost: set[str] = set()
         self._assigned: dict[str, tuple[Station, float]] = {}
 
@@ -141,7 +165,7 @@ class Placement:
         work_s = {station.worker.name: 0.0 for station in self.stations}
         for station, seconds in self._assigned.values():
             work_s[station.worker.name] += seconds
-        alive = [station for station in self.stations if station.worker.name not in self._lost]
+        alive = self.alive
         if not alive:
             raise WorkerLost("no engine worker is left")
         station = min(alive, key=lambda station: work_s[station.worker.name])
@@ -150,13 +174,22 @@ class Placement:
         station.costs.expect(spec.job_id, counts)
         return station
 
+    @property
+    def alive(self) -> list[Station]:
+        """Stations that were not given up."""
+        return [station for station in self.stations if station.worker.name not in self._lost]
+
+    def give_up(self, station: Station) -> None:
+        """Take note that a worker will not come back."""
+        self._lost.add(station.worker.name)
+
     def station_of(self, spec: JobSpec) -> Station:
         return self._assigned[spec.job_id][0]
 
     def move(self, spec: JobSpec) -> Station:
         """Give up a job's station, which will not come back, and return another one."""
         left = self.station_of(spec)
-        self._lost.add(left.worker.name)
+        self.give_up(left)
         station = self.assign(spec, left.costs.counts_of(spec.job_id))
         left.forget(spec)
         return station
@@ -175,10 +208,19 @@ class PolicyGenerator:
     """
 
     def __init__(
-        self, station: Station, home: Home, num_sequences: int, on_leave: Callable[[], None]
+        self,
+        station: Station,
+        home: Home,
+        num_sequences: int,
+        *,
+        spec: JobSpec,
+        watch: Watch,
+        on_leave: Callable[[], None],
     ) -> None:
         self._station = station
         self._home = home
+        self._spec = spec
+        self._watch = watch
         self._num_reserved = num_sequences
         self._on_leave = on_leave
         station.load.num_reserved += num_sequences
@@ -193,7 +235,9 @@ class PolicyGenerator:
         with self._station.load.sampling(kv_tokens, self._on_leave):
             if not self._is_bound:
                 raise WorkerLost(f"{self._station.worker.name} was started anew")
-            return await self._station.worker.generator.generate(request)
+            worker = self._station.worker
+            with self._watch(self._spec, Stage.ROLLOUT, f"{worker.name} samples a turn"):
+                return await worker.generator.generate(request)
 
     async def release(self, sequence_ids: Sequence[str]) -> None:
         if self._is_bound:
@@ -220,26 +264,37 @@ class Policy:
     The train stage calls `trainer` verbs, then `publish` and `retire`; the rollout stage asks for a
     `generator`; evaluations `hold` the version they need. Who sees `WorkerLost` awaits `recover`.
 
-        policy = Policy(spec, placement, store, on_room=wake)
+        policy = Policy(spec, placement, store, watch=watchdog.watch, on_room=wake)
         await policy.start(oldest_needed=0)
+        home = policy.home
         result = await policy.trainer.optim_step(spec.policy_id, adam, policy.snapshot_path(1))
-        store.commit_step(...)                                # durable before visible
+        policy.check_home(home)                               # or the step is made again
+        await store.call(Store.commit_step, ...)              # durable before visible
         await policy.publish(result.version)
         await policy.retire(oldest_needed=result.version)
     """
 
     def __init__(
-        self, spec: JobSpec, placement: Placement, store: Store, on_room: Callable[[], None]
+        self,
+        spec: JobSpec,
+        placement: Placement,
+        store: AsyncStore,
+        *,
+        watch: Watch,
+        on_room: Callable[[], None],
     ) -> None:
         self.version = 0
         self._spec = spec
         self._placement = placement
         self._store = store
+        self._watch = watch
         self._on_room = on_room
         self._live: set[int] = set()
         self._held: Counter[int] = Counter()
         self._oldest_needed = 0
         self._home = NOWHERE
+        self._touched = NOWHERE
+        """Where some of the policy may lie, even if bringing it there was given up halfway."""
         self._lock = asyncio.Lock()
 
     # Where ----------------------------------------------------------------------------------
@@ -260,9 +315,33 @@ class Policy:
             raise WorkerLost(f"{worker.name} does not hold {self._spec.policy_id}")
         return worker.trainer
 
+    @property
+    def home(self) -> Home:
+        """Where the policy was loaded last."""
+        return self._home
+
+    def check_home(self, home: Home) -> None:
+        """Make sure, right before a step is committed, that the version it made is still there.
+
+        A policy that is brought back after the commit began finds that step in the store; one that
+        came back before is a version behind, and the step must be made again.
+
+        Raises:
+            WorkerLost: the policy was or must be loaded anew since it lived at `home`.
+        """
+        if not home == self._home == _home(self.station.worker):
+            raise WorkerLost(f"{self._spec.policy_id} was loaded anew before its step was stored")
+
     def generator(self, num_sequences: int) -> PolicyGenerator:
         """Return the generator of one group, bound to the worker that holds the policy now."""
-        return PolicyGenerator(self.station, self._home, num_sequences, self._on_room)
+        return PolicyGenerator(
+            self.station,
+            self._home,
+            num_sequences,
+            spec=self._spec,
+            watch=self._watch,
+            on_leave=self._on_room,
+        )
 
     def snapshot_path(self, version: int) -> str:
         """Return where the training state of a version is to be written."""
@@ -283,26 +362,32 @@ class Policy:
         """
         async with self._lock:
             for _ in range(MAX_RECOVERIES):
-                try:
-                    await self.station.worker.recover()
-                except WorkerLost:
-                    self._placement.move(self._spec)
-                    continue
-                home = _home(self.station.worker)
-                if home == self._home:
-                    return
-                with suppress(WorkerLost):
-                    await self._bring_back(self.station.worker.trainer)
-                    self._home = home
-                    return
+                worker = self.station.worker
+                with self._watch(self._spec, Stage.WORKER, f"{worker.name} is to hold the policy"):
+                    if await self._recover_on(worker):
+                        return
             raise WorkerLost(f"{self._spec.policy_id}: lost {MAX_RECOVERIES} times in a row")
+
+    async def bring(self, version: int) -> None:
+        """Make an older version live whose adapter is kept; nothing happens if it is live. Whoever
+        needs it holds it."""
+        async with self._lock:
+            if version in self._live or version == self.version:
+                return
+            with suppress(WorkerLost):  # recovery brings held versions with it
+                folder = self._files(version).adapter
+                await self.trainer.load_version(self._spec.policy_id, version, folder)
+                self._live.add(version)
+                return
+        await self.recover()
 
     async def publish(self, version: int) -> None:
         """Make the committed version the one that new rollouts use."""
         try:
-            await self.trainer.publish(self._spec.policy_id, version)
-            self.version = version
-            self._live.add(version)
+            if self.version < version:
+                await self.trainer.publish(self._spec.policy_id, version)
+                self.version = version
+                self._live.add(version)
         except WorkerLost:
             await self.recover()  # loads what was committed, live
         assert self.version == version
@@ -313,7 +398,8 @@ class Policy:
             await self._save_adapter(self.trainer, self.version)
         except WorkerLost:
             await self.recover()  # writes it too
-        self._store.prune_adapters(self._spec.tenant, self._spec.name, self._kept_versions())
+        evaluations = await self._call(Store.evaluations)
+        await self._call(Store.prune_adapters, self._kept_versions(evaluations))
 
     async def retire(self, oldest_needed: int) -> None:
         """Let go of live versions before `oldest_needed` that nobody holds."""
@@ -338,22 +424,48 @@ class Policy:
 
     async def remove(self) -> None:
         """Forget the policy; its place becomes free."""
-        with suppress(WorkerLost):
-            await self.trainer.remove(self._spec.policy_id)
+        with suppress(WorkerLost), self._watch(self._spec, Stage.WORKER, "the policy is removed"):
+            await self._forget()
         self._live.clear()
         self._home = NOWHERE
 
     # ----------------------------------------------------------------------------------------
 
+    async def _recover_on(self, worker: Worker) -> bool:
+        """Load the policy on a worker if it is not there; return whether that went well."""
+        try:
+            await worker.recover()
+        except WorkerLost:
+            self._placement.move(self._spec)
+            return False
+        home = _home(worker)
+        if home == self._home:
+            return True
+        with suppress(WorkerLost):
+            await self._forget()
+            self._touched = home
+            await self._bring_back(worker.trainer)
+            self._home = home
+            return True
+        return False
+
+    async def _forget(self) -> None:
+        """Take whatever there is of the policy off the worker that is there now."""
+        worker = self.station.worker
+        if _home(worker) == self._touched:
+            with suppress(NotFound):
+                await worker.trainer.remove(self._spec.policy_id)
+        self._touched = NOWHERE
+
     async def _bring_back(self, trainer: Trainer) -> None:
-        spec, step = self._spec, self._stored_step()
+        spec, step = self._spec, await self._call(_checked_step)
         if step == 0:
-            adapter_hash = await trainer.create(spec.policy_id, spec.adapter)
-            self._store.add_first_version(spec.tenant, spec.name, adapter_hash)
+            adapter_hash = await self._create(trainer)
+            await self._call(Store.add_first_version, adapter_hash)
         else:
             result = await trainer.load(spec.policy_id, self._files(step).state)
             adapter_hash = result.adapter_hash
-        versions = {row.version: row for row in self._store.versions(spec.tenant, spec.name)}
+        versions = {row.version: row for row in await self._call(Store.versions)}
         if adapter_hash != versions[step].adapter_hash:
             raise PolicyDiverged(
                 f"version {step} came back as {adapter_hash}, committed was "
@@ -369,6 +481,14 @@ class Policy:
                 await trainer.load_version(spec.policy_id, version, folder)
                 self._live.add(version)
 
+    async def _create(self, trainer: Trainer) -> str:
+        """Make version 0: fresh, or what the job was forked from."""
+        spec = self._spec
+        if spec.fork is None:
+            return await trainer.create(spec.policy_id, spec.adapter)
+        source = await self._store.call(take_fork, spec)
+        return await trainer.create_from(spec.policy_id, spec.adapter, str(source))
+
     def _needed(self, step: int) -> set[int]:
         """Return the older versions to bring back: held ones, and those a fixed lag asks for."""
         held = {version for version, count in self._held.items() if count}
@@ -378,24 +498,66 @@ class Policy:
     async def _save_adapter(self, trainer: Trainer, version: int) -> None:
         files = self._files(version).prepare()
         await trainer.save_adapter(self._spec.policy_id, version, files.adapter)
-        self._store.keep_adapter(self._spec.tenant, self._spec.name, version)
+        await self._call(Store.keep_adapter, version)
 
-    def _kept_versions(self) -> set[int]:
+    def _kept_versions(self, evaluations: Sequence[EvalRecord]) -> set[int]:
         """Return the versions whose adapters stay: first, best, newest, held, and those that a
         fixed-lag schedule would need after a restart."""
         spec = self._spec
-        evaluations = self._store.evaluations(spec.tenant, spec.name)
         best = max(evaluations, key=lambda record: record.success, default=None)
         num_newest = max(spec.keep_versions, spec.max_staleness + 2 if spec.is_seeded else 1)
         newest = range(max(0, self.version - num_newest + 1), self.version + 1)
         held = (version for version, count in self._held.items() if count)
         return {0, *newest, *held, *([best.version] if best else [])}
 
-    def _stored_step(self) -> int:
-        return self._store.job(self._spec.tenant, self._spec.name).step
+    async def _call(self, function: Callable[[Store, TenantId, str, *Ts], T], *args: *Ts) -> T:
+        """Call a function of the store on this job."""
+        with self._watch(self._spec, Stage.STORE, "the store is to answer"):
+            return await self._store.call(function, self._spec.tenant, self._spec.name, *args)
 
     def _files(self, version: int) -> VersionFiles:
         return self._store.files.version(self._spec.tenant, self._spec.name, version)
+
+
+class VisitingPolicy(Policy):
+    """One kept version of a job that does not run, brought to a worker to be judged.
+
+    Nothing is created, trained, published or stored; the version is held from the beginning.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        placement: Placement,
+        store: AsyncStore,
+        version: int,
+        *,
+        watch: Watch,
+        on_room: Callable[[], None],
+    ) -> None:
+        super().__init__(spec, placement, store, watch=watch, on_room=on_room)
+        self.version = version
+        self.hold(version)
+
+    async def _bring_back(self, trainer: Trainer) -> None:
+        folder = self._files(self.version).adapter
+        await trainer.load_version(self._spec.policy_id, self.version, folder)
+        self._live = {self.version}
+
+
+def _checked_step(store: Store, tenant_id: TenantId, name: str) -> int:
+    """Return a job's newest step, whose training state is on disk as it was committed.
+
+    Raises:
+        PolicyDiverged: it is not; what would be loaded is not what was trained.
+    """
+    step = store.job(tenant_id, name).step
+    if step > 0:
+        try:
+            store.check_state(tenant_id, name, step)
+        except StoreUnavailable as error:
+            raise PolicyDiverged(str(error)) from error
+    return step
 
 
 def _home(worker: Worker) -> Home:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, TypeVar
 
 from marlaas.store.db import Store
+from marlaas.store.files import Files
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,6 +30,11 @@ class AsyncStore:
         self._thread = ThreadPoolExecutor(1, "store") if is_threaded else None
         self._deleting = ThreadPoolExecutor(1, "store-files") if is_threaded else None
         store.files.delete_on(self._deleting)
+
+    @property
+    def files(self) -> Files:
+        """Where the files of jobs lie; asking for a path needs no call."""
+        return self.store.files
 
     async def call(
         self, function: Callable[Concatenate[Store, P], T], *args: P.args, **kwargs: P.kwargs

@@ -2,6 +2,7 @@
 
     <root>/jobs/<tenant>/<job>/versions/v000012/state     training state, newest version only
     <root>/jobs/<tenant>/<job>/versions/v000012/adapter/  PEFT folder
+    <root>/jobs/<tenant>/<job>/fork                       what it began from: state or PEFT folder
     <root>/uploads/<tenant>/<sha256>                      what the tenant uploaded
     <root>/trash/                                         on its way out
 
@@ -107,6 +108,10 @@ class Files:
         """Files of one policy version; nothing is created."""
         assert version >= 0
         return VersionFiles(self.job(tenant_id, job) / "versions" / f"v{version:06d}")
+
+    def fork(self, tenant_id: TenantId, job: str) -> Path:
+        """What a forked job begins from: a PEFT folder or a training state, its own."""
+        return self.job(tenant_id, job) / "fork"
 
     def upload(self, tenant_id: TenantId, digest: str) -> Path:
         """File of one upload."""

@@ -11,6 +11,7 @@ import pytest
 from marlaas import runtime
 from marlaas.errors import Conflict, InvalidRequest
 from marlaas.loop.controller import Controller, LoopSettings, Mode
+from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import GroupState, Store
 from marlaas.types import JobSpec, JobState, Latency, TrajectoryEnd
 from tests.fakes import ByteTokenizer, FakeWorker, Recorder, Speed, family_of
@@ -48,11 +49,11 @@ class Run:
     async def _main(self, workers: Callable[[], list[FakeWorker]]) -> None:
         self.workers = workers()
         self.controller = Controller(
-            self.store, self.workers, ByteTokenizer(), make_family=family_of,
-            observer=self.recorder, mode=self._mode, settings=self._settings,
+            AsyncStore(self.store, is_threaded=False), self.workers, ByteTokenizer(),
+            make_family=family_of, observer=self.recorder, mode=self._mode, settings=self._settings,
         )  # fmt: skip
         for spec in self._specs:
-            self.controller.submit(spec)
+            await self.controller.submit(spec)
         script = asyncio.create_task(self._script(self)) if self._script else None
         async with asyncio.timeout(1e6):
             await self.controller.run()
@@ -108,16 +109,18 @@ def test_a_kl_term_gets_reference_logprobs(tmp_path: Path) -> None:
 
 def test_jobs_that_cannot_be_made_are_refused_at_once(tmp_path: Path) -> None:
     async def main() -> None:
+        store = Store(tmp_path)
         controller = Controller(
-            Store(tmp_path), [FakeWorker()], ByteTokenizer(), make_family=family_of
-        )
+            AsyncStore(store, is_threaded=False), [FakeWorker()], ByteTokenizer(),
+            make_family=family_of,
+        )  # fmt: skip
         with pytest.raises(InvalidRequest, match="unknown preset"):
-            controller.submit(job(algorithm={"preset": "magic"}))
-        controller.submit(job())
-        controller.submit(job())
+            await controller.submit(job(algorithm={"preset": "magic"}))
+        await controller.submit(job())
+        await controller.submit(job())
         with pytest.raises(Conflict):
-            controller.submit(job(steps=7))
-        assert len(controller._store.all_jobs()) == 1
+            await controller.submit(job(steps=7))
+        assert len(store.all_jobs()) == 1
 
     runtime.run_virtual(main())
 
@@ -127,7 +130,7 @@ def test_a_job_may_be_submitted_while_others_run(tmp_path: Path) -> None:
 
     async def script(run: Run) -> None:
         await asyncio.sleep(1.0)
-        run.controller.submit(late)
+        await run.controller.submit(late)
 
     run = Run(tmp_path, job(steps=20), script=script)
     assert run.state(late) == (JobState.DONE, "")

@@ -11,6 +11,8 @@ from marlaas import runtime
 from marlaas.errors import WorkerLost
 from marlaas.loop.fairness import TokenCounts
 from marlaas.loop.policies import Placement, Policy
+from marlaas.loop.watchdog import Watchdog
+from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.types import AdamParams, GenerateRequest, JobSpec, SamplingParams, StepRecord
 from tests.fakes import FakeWorker
@@ -24,7 +26,9 @@ def started(root: Path, *workers: FakeWorker, spec: JobSpec = SPEC) -> tuple[Pol
     store.add_job(spec.tenant, spec)
     placement = Placement(workers, {})
     placement.assign(spec, TokenCounts.guess(spec, max_turns=1))
-    return Policy(spec, placement, store, on_room=lambda: None), store
+    threadless = AsyncStore(store, is_threaded=False)
+    watch = Watchdog(report=lambda spec, notice: None).watch
+    return Policy(spec, placement, threadless, watch=watch, on_room=lambda: None), store
 
 
 async def step(policy: Policy, store: Store) -> int:

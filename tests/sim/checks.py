@@ -1,19 +1,22 @@
 """What must hold after any simulated history, whatever went wrong in it."""
 
 from collections import Counter
+from itertools import pairwise
 
 from marlaas.loop.controller import Mode
 from marlaas.store.db import GroupState, Store
-from marlaas.types import JobSpec, JobState
+from marlaas.types import JOB_MOVES, EventKind, JobSpec, JobState, TenantId, Usage
 from tests.sim.simulation import Outcome, Plan
 
 
 def check(plan: Plan, outcome: Outcome) -> None:
     """Check every job of a plan that was run to its end."""
-    for spec in plan.specs:
+    for spec in outcome.specs:
         stored = outcome.store.job(spec.tenant, spec.name)
         assert stored.state.is_terminal
-        if stored.state is not JobState.DONE:
+        if stored.state is JobState.CANCELLED:
+            assert plan.acts
+        elif stored.state is not JobState.DONE:
             # Environments may fail so often that a job gives up, and for no other reason.
             assert spec.env["fail_rate"] and "no verdict" in stored.reason, stored.reason
         check_versions(outcome.store, spec)
@@ -22,6 +25,11 @@ def check(plan: Plan, outcome: Outcome) -> None:
         check_hashes(outcome.store, spec)
         check_evaluations(outcome.store, spec)
         check_files(outcome.store, spec)
+        check_usage(outcome, spec)
+        check_moves(outcome.store, spec)
+        check_fork(outcome, spec)
+    for tenant_id in {spec.tenant for spec in plan.specs}:
+        check_events(outcome.store, tenant_id)
     check_nothing_is_left(outcome)
 
 
@@ -33,7 +41,9 @@ def check_versions(store: Store, spec: JobSpec) -> None:
     assert stored.step == len(steps) <= spec.steps
     if stored.state is JobState.DONE and not spec.stop_at_success:
         assert len(steps) == spec.steps
-    assert [row.version for row in store.versions(spec.tenant, spec.name)] == [0, *steps]
+    versions = [row.version for row in store.versions(spec.tenant, spec.name)]
+    never_began = stored.state is JobState.CANCELLED and versions == []
+    assert versions == [0, *steps] or never_began
 
 
 def check_groups(store: Store, spec: JobSpec) -> None:
@@ -105,7 +115,58 @@ def check_files(store: Store, spec: JobSpec) -> None:
         assert (on_disk / "state").is_file() >= row.has_state
         assert row.has_state == (row.version == newest and newest > 0)
     kept = {row.version for row in store.versions(spec.tenant, spec.name) if row.has_adapter}
-    assert {0, newest} <= kept
+    is_whole = store.job(spec.tenant, spec.name).state is not JobState.CANCELLED
+    assert {0, newest} <= kept or not is_whole
+
+
+def check_usage(outcome: Outcome, spec: JobSpec) -> None:
+    """What a job is charged for is what its stored groups hold, to the token."""
+    store = outcome.store
+    usage = store.usage_by_job(spec.tenant).get(spec.name, Usage())
+    groups = [row for row in store.groups(spec.tenant, spec.name) if row.group is not None]
+    sampled = sum(int(t.loss_mask.sum()) for row in groups for t in row.group.trajectories)
+    trained = sum(
+        len(t.tokens)
+        for row in groups
+        if row.state is GroupState.TRAINED
+        for t in row.group.trajectories
+    )
+    assert (usage.sampled_tokens, usage.trained_tokens) == (sampled, trained)
+    assert bool(usage.evaluated_tokens) >= bool(store.evaluations(spec.tenant, spec.name))
+    # Device seconds are written after the step: a crash in between takes those of one step.
+    is_done = store.job(spec.tenant, spec.name).state is JobState.DONE
+    assert usage.device_s > 0 or not is_done or outcome.num_lives > 1
+
+
+def check_moves(store: Store, spec: JobSpec) -> None:
+    """States follow each other as `JOB_MOVES` allows; the last one is the one that is stored."""
+    events = store.events(spec.tenant, job=spec.name, limit=10**6)
+    states = [JobState(event.data["state"]) for event in events if event.kind is EventKind.STATE]
+    assert states[0] is JobState.QUEUED
+    for before, after in pairwise(states):
+        assert after is before or after in JOB_MOVES[before]
+    assert states[-1] is store.job(spec.tenant, spec.name).state
+
+
+def check_events(store: Store, tenant_id: TenantId) -> None:
+    """A tenant's history is numbered without a gap and has every step and evaluation."""
+    events = store.events(tenant_id, limit=10**6)
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    for stored in store.jobs(tenant_id):
+        name = stored.spec.name
+        steps = [e.data["step"] for e in events if e.job == name and e.kind is EventKind.STEP]
+        assert steps == list(range(1, stored.step + 1))
+
+
+def check_fork(outcome: Outcome, spec: JobSpec) -> None:
+    """A fork begins with the weights of the version that it names."""
+    store, fork = outcome.store, spec.fork
+    own = store.versions(spec.tenant, spec.name)
+    if fork is None or not own:
+        return
+    if any(other.name == fork.job for other in outcome.specs):
+        source = store.versions(spec.tenant, fork.job)[fork.version]
+        assert own[0].adapter_hash == source.adapter_hash
 
 
 def check_nothing_is_left(outcome: Outcome) -> None:

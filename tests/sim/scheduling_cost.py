@@ -10,6 +10,7 @@ from pathlib import Path
 from marlaas import runtime
 from marlaas.loop.controller import Controller
 from marlaas.loop.fairness import FairQueue
+from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.types import JobSpec
 from tests.fakes import ByteTokenizer, FakeWorker, Speed, family_of
@@ -47,10 +48,11 @@ def trajectory_us(num_jobs: int, steps: int = 4) -> float:
     async def main(root: Path) -> None:
         speed = Speed(max_decoding=256)
         controller = Controller(
-            Store(root), [FakeWorker(speed=speed)], ByteTokenizer(), make_family=family_of
-        )
+            AsyncStore(Store(root), is_threaded=False), [FakeWorker(speed=speed)],
+            ByteTokenizer(), make_family=family_of,
+        )  # fmt: skip
         for spec in specs:
-            controller.submit(spec)
+            await controller.submit(spec)
         await controller.run()
 
     with tempfile.TemporaryDirectory() as folder:

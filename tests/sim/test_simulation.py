@@ -11,7 +11,7 @@ from marlaas.store.db import Store
 from marlaas.types import JobSpec, JobState
 from tests.fakes import Speed
 from tests.sim.checks import check
-from tests.sim.simulation import Plan, simulate
+from tests.sim.simulation import Act, Plan, simulate
 
 NUM_SEEDS = 50
 
@@ -26,6 +26,16 @@ def test_every_history_keeps_the_contracts(seed: int, tmp_path: Path) -> None:
         raise
 
 
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_every_history_of_a_service_keeps_the_contracts(seed: int, tmp_path: Path) -> None:
+    plan = Plan.draw_service(seed)
+    try:
+        check(plan, simulate(plan, tmp_path))
+    except BaseException as error:
+        error.add_note(f"replay with: python -m tests.sim.simulation service {seed}")
+        raise
+
+
 def curve_of(store: Store, spec: JobSpec) -> list:
     """Return all that a seed decides of a job: steps, evaluations and adapters, without times."""
     records = [
@@ -36,7 +46,7 @@ def curve_of(store: Store, spec: JobSpec) -> list:
 
 
 @pytest.mark.parametrize("seed", range(1000, 1020))
-def test_a_seeded_job_does_not_notice_neighbours_crashes_or_lost_workers(
+def test_a_seeded_job_does_not_notice_neighbours_pauses_crashes_or_lost_workers(
     seed: int, tmp_path: Path
 ) -> None:
     drawn = Plan.draw(seed)
@@ -47,6 +57,10 @@ def test_a_seeded_job_does_not_notice_neighbours_crashes_or_lost_workers(
         crashes=((9, True), (25, False), (14, True), (40, False)),
         kills=((2.0, 0), (9.0, 0)),
         mode=drawn.alone(spec).mode,
+        acts=tuple(
+            Act(after_s=0.1 * gap**2, verb=verb, target=gap, number=gap, is_awaited=gap % 3 > 0)
+            for gap, verb in enumerate(("pause", "resume", "lose_worker") * 4, start=seed % 5)
+        ),
     )
     disturbed = simulate(plan, tmp_path / "disturbed")
     check(plan, disturbed)

@@ -1,0 +1,198 @@
+"""What jobs use and what tenants may use: device seconds, caps of jobs, quotas of tenants.
+
+    group settled, step committed ─► Meter (one job) ─► store, once a step
+                                       └─► Tenants (a day's sums) ─► a spent tenant opens no group
+
+- Token counts in the store come from what is stored there; meters only count along, to see when a
+  cap or a quota is reached without asking the store at every group.
+- A tenant is charged for work that was done for it: what a lost worker took with it is not.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import floor
+
+from marlaas import runtime
+from marlaas.store.async_store import AsyncStore
+from marlaas.store.db import Store
+from marlaas.store.usage import day_of
+from marlaas.types import Group, JobSpec, Quotas, Tenant, TenantId, Usage
+
+DAY_S = 86_400.0
+
+UNLIMITED = Quotas(
+    max_running_jobs=None,
+    max_queued_jobs=None,
+    tokens_a_day=None,
+    stored_bytes=None,
+    sandbox_cpu_s_a_day=None,
+    requests_a_second=None,
+)
+"""Of tenants that nobody set limits for: those of a run without a service."""
+
+
+def sampled_tokens(group: Group) -> int:
+    """Return how many tokens a policy sampled for a group."""
+    return sum(int(trajectory.loss_mask.sum()) for trajectory in group.trajectories)
+
+
+def trained_tokens(groups: Iterable[Group], dropped: Mapping[int, str]) -> int:
+    """Return how many tokens a step trained on: those of its groups that were not dropped."""
+    return sum(
+        len(trajectory.tokens)
+        for group in groups
+        if group.index not in dropped
+        for trajectory in group.trajectories
+    )
+
+
+class Meter:
+    """What one job has used in all its runs together: `restore` -> add* -> `reading`*.
+
+    meter.add_tokens(400); meter.add_device_s(1.5)
+    await store.call(Store.add_usage, tenant, job, meter.reading(sandbox_cpu_s=family.cpu_s()))
+    meter.why_capped()                       # "its cap of ... is reached", or empty
+    """
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+        self.tokens = 0
+        """Sampled and trained."""
+        self.device_s = 0.0
+        self._read_device_s = 0.0
+        self._read_cpu_s = 0.0
+
+    def restore(self, usage: Usage) -> None:
+        """Go on from what the store holds of the job."""
+        self.tokens = usage.sampled_tokens + usage.trained_tokens
+        self.device_s = self._read_device_s = usage.device_s
+
+    def add_tokens(self, count: int) -> None:
+        self.tokens += count
+
+    def add_device_s(self, seconds: float) -> None:
+        self.device_s += seconds
+
+    def reading(self, *, sandbox_cpu_s: float) -> Usage:
+        """Return what was used since the last reading and is in no group, step or evaluation.
+
+        `sandbox_cpu_s` is what the job's sandboxes have used so far in this run.
+        """
+        usage = Usage(
+            device_s=self.device_s - self._read_device_s,
+            sandbox_cpu_s=sandbox_cpu_s - self._read_cpu_s,
+        )
+        self._read_device_s, self._read_cpu_s = self.device_s, sandbox_cpu_s
+        return usage
+
+    def why_capped(self) -> str:
+        """Return which cap of its own the job has reached, or nothing."""
+        return why_capped(self._spec, self.tokens, self.device_s)
+
+
+def why_capped(spec: JobSpec, tokens: int, device_s: float) -> str:
+    """Return which cap a job reaches with what it has used, or nothing."""
+    if 0 < spec.max_job_tokens <= tokens:
+        return f"its cap of {spec.max_job_tokens} tokens is reached"
+    if 0 < spec.max_device_s <= device_s:
+        return f"its cap of {spec.max_device_s:g} device seconds is reached"
+    return ""
+
+
+@dataclass
+class Today:
+    """What a tenant has used on one UTC day."""
+
+    day: int
+    """Since the epoch."""
+    tokens: int = 0
+    sandbox_cpu_s: float = 0.0
+
+
+class Tenants:
+    """Weights and quotas in force, and what each tenant has used today.
+
+    tenants.change([tenant])                          # at once, while jobs run
+    await tenants.learn_today(store, "acme")          # before a job of a tenant runs
+    tenants.use("acme", tokens=400)
+    tenants.why_spent("acme")                         # "its quota of ...", or empty
+    """
+
+    def __init__(self, weights: Mapping[TenantId, float]) -> None:
+        self.weights: dict[TenantId, float] = dict(weights)
+        """Share of the machine relative to other tenants; 1 if not named."""
+        self._quotas: dict[TenantId, Quotas] = {}
+        self._today: dict[TenantId, Today] = {}
+        self._learned: set[TenantId] = set()
+        """Tenants whose use before this server began is counted in."""
+        self._day_end: asyncio.TimerHandle | None = None
+
+    def change(self, tenants: Iterable[Tenant]) -> None:
+        """Take over weights and quotas of the named tenants; the others keep theirs."""
+        for tenant in tenants:
+            self.weights[tenant.tenant_id] = tenant.weight
+            self._quotas[tenant.tenant_id] = tenant.quotas
+
+    def weight(self, tenant_id: TenantId) -> float:
+        return self.weights.get(tenant_id, 1.0)
+
+    def quotas(self, tenant_id: TenantId) -> Quotas:
+        return self._quotas.get(tenant_id, UNLIMITED)
+
+    async def learn_today(self, store: AsyncStore, tenant_id: TenantId) -> None:
+        """Ask the store, once a tenant, what was used today before this server began."""
+        if tenant_id in self._learned:
+            return
+        day = _day()
+        usage = await store.call(Store.usage, tenant_id, since_day=day_of(day * DAY_S))
+        if tenant_id not in self._learned:  # two jobs may have asked at once
+            self._learned.add(tenant_id)
+            tokens = usage.sampled_tokens + usage.trained_tokens
+            self.use(tenant_id, tokens=tokens, sandbox_cpu_s=usage.sandbox_cpu_s)
+
+    def use(self, tenant_id: TenantId, *, tokens: int = 0, sandbox_cpu_s: float = 0.0) -> None:
+        """Count what a tenant has used."""
+        today = self._used(tenant_id)
+        today.tokens += tokens
+        today.sandbox_cpu_s += sandbox_cpu_s
+
+    def why_spent(self, tenant_id: TenantId) -> str:
+        """Return which daily quota leaves the tenant nothing for today, or nothing."""
+        quotas = self.quotas(tenant_id)
+        if quotas.tokens_a_day is None and quotas.sandbox_cpu_s_a_day is None:
+            return ""
+        today = self._used(tenant_id)
+        if quotas.tokens_a_day is not None and today.tokens >= quotas.tokens_a_day:
+            return f"the tenant's quota of {quotas.tokens_a_day} tokens a day is used up"
+        limit_s = quotas.sandbox_cpu_s_a_day
+        if limit_s is not None and today.sandbox_cpu_s >= limit_s:
+            return f"the tenant's quota of {limit_s:g} sandbox CPU seconds a day is used up"
+        return ""
+
+    def at_day_end(self, wake: Callable[[], None]) -> None:
+        """Call `wake` once the UTC day has ended; one such call waits at a time."""
+        if self._day_end is None:
+            wait_s = (_day() + 1) * DAY_S - runtime.wall_time_s()
+            loop = asyncio.get_running_loop()
+            self._day_end = loop.call_later(wait_s, self._end_day, wake)
+
+    def stop(self) -> None:
+        """No call waits any more."""
+        if self._day_end is not None:
+            self._day_end.cancel()
+            self._day_end = None
+
+    def _end_day(self, wake: Callable[[], None]) -> None:
+        self._day_end = None
+        wake()
+
+    def _used(self, tenant_id: TenantId) -> Today:
+        today = self._today.get(tenant_id)
+        if today is None or today.day != _day():
+            today = self._today[tenant_id] = Today(_day())
+        return today
+
+
+def _day() -> int:
+    return floor(runtime.wall_time_s() / DAY_S)
