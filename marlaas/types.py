@@ -353,6 +353,12 @@ class Trainer(Protocol):
         """Make a fresh policy at version 0, live for generation. Returns its adapter hash."""
         ...
 
+    async def create_from(self, policy_id: PolicyId, spec: AdapterSpec, source: str) -> str:
+        """Make a policy at version 0, live, that begins where another one was: at a PEFT folder, or
+        at a snapshot file, which gives moments and update clock, too. Rank and targets must be
+        those of `spec`; alpha is the source's. Returns its adapter hash."""
+        ...
+
     async def load(self, policy_id: PolicyId, snapshot: str) -> StepResult:
         """Bring a policy back from a state snapshot (adapter, moments, clock), live."""
         ...
@@ -395,6 +401,11 @@ class Trainer(Protocol):
 
     async def save_adapter(self, policy_id: PolicyId, version: int, folder: str) -> str:
         """Write a live version as a PEFT folder. Returns its adapter hash."""
+        ...
+
+    async def merge(self, adapter_folder: str, out_folder: str) -> None:
+        """Write the base with a PEFT folder's adapter added to its weights, as a Hugging Face
+        folder that needs no adapter. Holds up nobody; cancelling leaves nothing behind."""
         ...
 
     async def remove(self, policy_id: PolicyId) -> None:
