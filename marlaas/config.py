@@ -108,7 +108,8 @@ def resolve(
             name=f"engine-{idx}",
             base_name=base_name,
             base_folder=base_folder,
-            num_threads=max(1, cores // num_workers),
+            # How threads share a product depends on its size, hence on the company.
+            num_threads=1 if is_exact else max(1, cores // num_workers),
             kv_capacity_tokens=capacity,
             max_batch=run.max_batch or (128 if is_small else 64),
             train_budget_tokens=1024 if is_small else 256,
