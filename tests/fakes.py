@@ -62,6 +62,9 @@ class ByteTokenizer:
         ending = b"" if list(sampled_ids)[-1:] == [STOP] else b"\n"
         return list(ending + self._render(messages))
 
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("latin1"))
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode("latin1")
 
@@ -155,6 +158,8 @@ class FakePolicy:
     live: dict[int, np.ndarray] = field(default_factory=dict)
     pending: np.ndarray | None = None
     """The newest version, made and not yet published."""
+    is_trained: bool = True
+    """False for versions that were loaded only to be sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +279,10 @@ class FakeWorker:
     # Generator ----------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        policy = self._policy(request.policy_id)
+        if request.policy_id is None:
+            policy = FakePolicy(np.zeros(len(ALPHABET)), live={0: np.zeros(len(ALPHABET))})
+        else:
+            policy = self._policy(request.policy_id)
         self.kept_sequences.discard(request.sequence_id)
         assert request.version in policy.live, f"{request.policy_id} v{request.version} not live"
         pinned = policy.live[request.version]
@@ -296,7 +304,8 @@ class FakeWorker:
         self._count("prefill", self.speed.prefill_s, len(request.tokens))
         self._count("decode", self.speed.token_s / 4, len(tokens))
         versions = np.full(len(tokens), request.version, dtype=np.int32)
-        return self._completion(request, tokens, logprobs, stop_reason, versions, hash_of(pinned))
+        adapter_hash = hash_of(pinned) if request.policy_id else ""
+        return self._completion(request, tokens, logprobs, stop_reason, versions, adapter_hash)
 
     async def _generate_in_flight(self, request: GenerateRequest, policy: FakePolicy) -> Completion:
         tokens: list[int] = []
@@ -370,7 +379,8 @@ class FakeWorker:
         await self._work(self.speed.call_s)
         stored, logits = _read(Path(folder) / "adapter")
         assert stored == version
-        self._policy(policy_id).live[version] = logits
+        fresh = FakePolicy(logits, is_trained=False)
+        self.policies.setdefault(policy_id, fresh).live[version] = logits
         return hash_of(logits)
 
     async def forward_backward(
@@ -440,8 +450,11 @@ class FakeWorker:
     async def retire(self, policy_id: PolicyId, version: int) -> None:
         await self._work(self.speed.call_s)
         policy = self._policy(policy_id)
-        assert version != max(policy.live), "the newest version is never retired"
+        is_newest = version == max(policy.live)
+        assert not (policy.is_trained and is_newest), "the newest version is never retired"
         del policy.live[version]
+        if not policy.live:
+            del self.policies[policy_id]
 
     async def save_adapter(self, policy_id: PolicyId, version: int, folder: str) -> str:
         await self._work(self.speed.call_s)
@@ -480,7 +493,10 @@ def _write(path: Path, version: int, logits: np.ndarray) -> None:
 
 
 def _read(path: Path) -> tuple[int, np.ndarray]:
-    blob = path.read_bytes()
+    try:
+        blob = path.read_bytes()
+    except FileNotFoundError:
+        raise NotFound(f"nothing at {path}") from None
     return int.from_bytes(blob[:8], "little"), np.frombuffer(blob[8:], dtype=np.float64).copy()
 
 

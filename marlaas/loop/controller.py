@@ -94,7 +94,8 @@ class Controller:
     ) -> None:
         self._store = store
         self._settings = settings or LoopSettings()
-        self._placement = Placement(workers, self._settings.weights)
+        self._wake = asyncio.Event()
+        self._placement = Placement(workers, self._settings.weights, on_room=self._wake.set)
         self._tokenizer = tokenizer
         self._make_family = make_family
         self._observers = [observer] if observer else []
@@ -102,8 +103,12 @@ class Controller:
         self._turn = asyncio.Semaphore(1) if mode is Mode.LOCKSTEP else nullcontext()
         self._jobs: dict[JobId, Job] = {}
         self._tasks: asyncio.TaskGroup | None = None
-        self._wake = asyncio.Event()
         self._is_stopping = False
+
+    @property
+    def placement(self) -> Placement:
+        """The stations, for guests that compete with jobs (see `loop/serving.py`)."""
+        return self._placement
 
     def submit(self, spec: JobSpec) -> None:
         """Accept a job; it starts at once if the controller runs.
@@ -146,7 +151,10 @@ class Controller:
             self._wake.clear()
             for station in self._placement.stations:
                 while station.load.has_room and (job_id := station.queue.next()) is not None:
-                    self._open_group(self._jobs[job_id], station)
+                    if job_id in station.guests:
+                        station.guests[job_id]()
+                    else:
+                        self._open_group(self._jobs[job_id], station)
             await self._wake.wait()
 
     async def _roll_out(

@@ -28,6 +28,7 @@ from marlaas.types import (
     GenerateRequest,
     Generator,
     Group,
+    JobId,
     JobSpec,
     TenantId,
     Trainer,
@@ -91,7 +92,14 @@ class Station:
         self.load = WorkerLoad(worker.max_decoding, worker.kv_capacity_tokens)
         self.costs = CostModel()
         self.queue = FairQueue(self.costs.predict_s, weights)
+        self.guests: dict[JobId, Callable[[], None]] = {}
+        """Who stands in the queue beside the jobs that live here, and what begins at its turn."""
         self._refreshed_s = runtime.now_s()
+
+    @property
+    def home(self) -> Home:
+        """What a policy that is loaded now is bound to."""
+        return _home(self.worker)
 
     def charge(self, spec: JobSpec, num_trajectories: int) -> float:
         """Charge the predicted device seconds of a group to its job; return them."""
@@ -127,8 +135,15 @@ class Placement:
     placement.release(spec)                              # the job has ended
     """
 
-    def __init__(self, workers: Sequence[Worker], weights: Mapping[TenantId, float]) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        weights: Mapping[TenantId, float],
+        on_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_room` is called when somebody may be admitted: there is room, or a newcomer."""
         self.stations = [Station(worker, weights) for worker in workers]
+        self.on_room = on_room
         self._lost: set[str] = set()
         self._assigned: dict[str, tuple[Station, float]] = {}
 
@@ -141,7 +156,7 @@ class Placement:
         work_s = {station.worker.name: 0.0 for station in self.stations}
         for station, seconds in self._assigned.values():
             work_s[station.worker.name] += seconds
-        alive = [station for station in self.stations if station.worker.name not in self._lost]
+        alive = self.alive
         if not alive:
             raise WorkerLost("no engine worker is left")
         station = min(alive, key=lambda station: work_s[station.worker.name])
@@ -150,13 +165,22 @@ class Placement:
         station.costs.expect(spec.job_id, counts)
         return station
 
+    @property
+    def alive(self) -> list[Station]:
+        """Stations that were not given up."""
+        return [station for station in self.stations if station.worker.name not in self._lost]
+
+    def give_up(self, station: Station) -> None:
+        """Take note that a worker will not come back."""
+        self._lost.add(station.worker.name)
+
     def station_of(self, spec: JobSpec) -> Station:
         return self._assigned[spec.job_id][0]
 
     def move(self, spec: JobSpec) -> Station:
         """Give up a job's station, which will not come back, and return another one."""
         left = self.station_of(spec)
-        self._lost.add(left.worker.name)
+        self.give_up(left)
         station = self.assign(spec, left.costs.counts_of(spec.job_id))
         left.forget(spec)
         return station
