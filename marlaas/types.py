@@ -403,6 +403,11 @@ class Trainer(Protocol):
         """Write a live version as a PEFT folder. Returns its adapter hash."""
         ...
 
+    async def merge(self, adapter_folder: str, out_folder: str) -> None:
+        """Write the base with a PEFT folder's adapter added to its weights, as a Hugging Face
+        folder that needs no adapter. Holds up nobody; cancelling leaves nothing behind."""
+        ...
+
     async def remove(self, policy_id: PolicyId) -> None:
         """Forget the policy: its running sequences end as cancelled, its memory is zeroed."""
         ...

@@ -11,7 +11,6 @@ cannot represent is refused with the reason: an adapter is loaded exactly or not
 
 import hashlib
 import json
-import os
 import shutil
 import struct
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from marlaas.engine.durable import beside, put_folder
 from marlaas.errors import InvalidRequest, NotFound, UnsupportedFeature
 from marlaas.model.lora import ModuleShape, RowLayout
 from marlaas.types import RANK_BUCKETS, TARGET_GROUPS, AdapterSpec
@@ -114,12 +114,19 @@ def hash_adapter(row_P: Tensor, spec: AdapterSpec, layout: RowLayout) -> str:
 
 
 def save_adapter(
-    folder: Path | str, row_P: Tensor, spec: AdapterSpec, layout: RowLayout, *, base_name: str
+    folder: Path | str,
+    row_P: Tensor,
+    spec: AdapterSpec,
+    layout: RowLayout,
+    *,
+    base_name: str,
+    is_synced: bool = False,
 ) -> str:
     """Write a PEFT folder and return the adapter's content hash.
 
-    The folder appears complete or not at all. One that exists is replaced: versions are immutable,
-    so it can only be the same one, written again after a crash.
+    The folder appears complete or not at all; with `is_synced` it survives a loss of power from the
+    return of this call on. One that exists is replaced: versions are immutable, so it can only be
+    the same one, written again after a crash.
     """
     folder = Path(folder)
     row_P = row_P.detach().to("cpu", torch.float32)
@@ -127,17 +134,13 @@ def save_adapter(
     for module, a_RD, b_OR in adapter_tensors(row_P, spec, layout):
         tensors[f"{KEY_PREFIX}{module.name}.lora_A.weight"] = a_RD.contiguous()
         tensors[f"{KEY_PREFIX}{module.name}.lora_B.weight"] = b_OR.contiguous()
-    new, old = (folder.with_name(f".{folder.name}.{word}") for word in ("new", "old"))
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    new = beside(folder, "new")
+    shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     save_file(tensors, new / WEIGHTS_NAME, metadata={"format": "pt"})
     config = json.dumps(_peft_config(spec, base_name), indent=2)
     (new / CONFIG_NAME).write_text(config + "\n", encoding="utf-8")
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(new, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    put_folder(new, folder, is_synced=is_synced)
     return hash_adapter(row_P, spec, layout)
 
 

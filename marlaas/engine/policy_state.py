@@ -6,7 +6,6 @@ Shape suffix: P length of a bank row of the policy's rank bucket.
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from marlaas.engine.durable import beside, put_file
 from marlaas.errors import InvalidRequest, NotFound
 from marlaas.model.lora import RowLayout
 from marlaas.types import AdapterSpec
@@ -61,8 +61,9 @@ class PolicyState:
         self.has_gradient = self.is_poisoned = False
 
 
-def save_snapshot(path: Path | str, state: PolicyState) -> None:
-    """Write weights, moments and clocks to one file, which appears complete or not at all.
+def save_snapshot(path: Path | str, state: PolicyState, *, is_synced: bool = False) -> None:
+    """Write weights, moments and clocks to one file, which appears complete or not at all; with
+    `is_synced` it survives a loss of power from the return of this call on.
 
     An accumulated gradient is not part of a snapshot: a snapshot is what a step left behind.
     """
@@ -75,10 +76,10 @@ def save_snapshot(path: Path | str, state: PolicyState) -> None:
         "layout": _fingerprint(state.layout),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.new")
+    unfinished = beside(path, "new")
     rows = state.rows_4P[:3].detach().cpu().contiguous()
     save_file({"rows": rows}, unfinished, metadata={"marlaas": json.dumps(fields)})
-    os.replace(unfinished, path)
+    put_file(unfinished, path, is_synced=is_synced)
 
 
 def load_snapshot(

@@ -19,12 +19,19 @@ Shape suffix: P length of a row.
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from marlaas.engine.adapter_io import hash_adapter, target_kinds
+from marlaas.engine.adapter_io import (
+    adapter_tensors,
+    hash_adapter,
+    load_adapter,
+    read_spec,
+    target_kinds,
+)
 from marlaas.engine.fused_pass import PassRunner
 from marlaas.engine.objectives import check_objective, resolve_params
 from marlaas.engine.optimizer import adamw_, check_adam, clip_
@@ -113,16 +120,49 @@ class LoraTrainer:
         self._states[key] = PolicyState(spec=spec, layout=layout, rows_4P=rows_4P)
         return self._states[key]
 
+    def create_from(self, key: Hashable, spec: AdapterSpec, source: Path | str) -> PolicyState:
+        """Make a policy at version 0 that begins where another one was.
+
+        A PEFT folder gives weights alone; a snapshot file gives the moments and the update clock,
+        too. Rank and targets must be those of `spec`; the scale is the source's, and the seed plays
+        no part.
+
+        Raises:
+            NotFound: nothing at `source`.
+            InvalidRequest: an adapter of another shape, or one that could not be trained whole.
+        """
+        assert key not in self._states, "policy created twice"
+        self._check_spec(spec)
+        is_snapshot = Path(source).is_file()
+        state = self._read_snapshot(source) if is_snapshot else self._read_folder(source)
+        problems = list(_shape_problems(spec, state))
+        if problems:
+            raise InvalidRequest(*(f"adapter {source}: {problem}" for problem in problems))
+        state.spec = replace(spec, alpha=state.spec.alpha)
+        state.version = 0
+        self._states[key] = state
+        return state
+
     def load(self, key: Hashable, path: Path | str) -> PolicyState:
         """Bring a policy back from a snapshot: weights, moments and clocks, no gradient."""
         assert key not in self._states, "policy loaded twice"
-        layouts = {rank: self.base.bank.bucket(rank).layout for rank in RANK_BUCKETS}
-        self._states[key] = load_snapshot(path, layouts, device=self.base.device, dtype=self._dtype)
+        self._states[key] = self._read_snapshot(path)
         return self._states[key]
 
-    def save_snapshot(self, key: Hashable, path: Path | str) -> None:
+    def _read_snapshot(self, path: Path | str) -> PolicyState:
+        layouts = {rank: self.base.bank.bucket(rank).layout for rank in RANK_BUCKETS}
+        return load_snapshot(path, layouts, device=self.base.device, dtype=self._dtype)
+
+    def _read_folder(self, folder: Path | str) -> PolicyState:
+        layout = self.base.bank.bucket(read_spec(folder).rank).layout
+        loaded = load_adapter(folder, layout)
+        rows_4P = torch.zeros(4, layout.length, dtype=self._dtype, device=self.base.device)
+        rows_4P[0] = loaded.row
+        return PolicyState(spec=loaded.spec, layout=layout, rows_4P=rows_4P)
+
+    def save_snapshot(self, key: Hashable, path: Path | str, *, is_synced: bool = False) -> None:
         """Write a policy's weights, moments and clocks to a file."""
-        save_snapshot(path, self._states[key])
+        save_snapshot(path, self._states[key], is_synced=is_synced)
 
     def remove(self, key: Hashable) -> list[Hashable]:
         """Forget a policy, zero its memory and return the tickets that will never finish."""
@@ -310,3 +350,19 @@ class LoraTrainer:
             adapter_hash=self.adapter_hash(key),
             is_vetoed=is_vetoed,
         )
+
+
+def _shape_problems(spec: AdapterSpec, state: PolicyState) -> Iterator[str]:
+    """Yield why a policy of shape `spec` cannot begin with the weights of `state`."""
+    found = state.spec
+    if found.rank != spec.rank:
+        yield f"rank {found.rank}, the policy's is {spec.rank}; expected the same"
+    kinds, wanted = target_kinds(found), target_kinds(spec)
+    if kinds != wanted:
+        yield f"targets {sorted(kinds)}, the policy's are {sorted(wanted)}; expected the same"
+    if kinds != wanted or found.rank != spec.rank:
+        return
+    # Where A and B are both zero, so is every gradient: such a linear would never be trained.
+    for module, a_RD, b_OR in adapter_tensors(state.weights_P, found, state.layout):
+        if not (a_RD.any() or b_OR.any()):
+            yield f"no weights for {module.name}; expected some for every targeted linear"

@@ -175,14 +175,14 @@ def load_base(
         InvalidRequest: the folder holds no complete model.
     """
     folder = Path(folder)
-    architecture.check_architecture(_read_config(folder), max_context)
+    architecture.check_architecture(read_config(folder), max_context)
     is_mapped = torch.device(device).type == "cpu"
-    model = _read_weights(folder_in_dtype(folder, dtype) if is_mapped else folder, dtype)
+    model = read_weights(folder_in_dtype(folder, dtype) if is_mapped else folder, dtype)
     model.to(torch.device(device))  # type: ignore[arg-type]
     return adopt(model, folder.name, max_context=max_context)
 
 
-def _read_config(folder: Path) -> PreTrainedConfig:
+def read_config(folder: Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
@@ -192,7 +192,7 @@ def _read_config(folder: Path) -> PreTrainedConfig:
         ) from error
 
 
-def _read_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def read_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with without_progress_bars():
             model, loading = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]

@@ -7,7 +7,7 @@ which slot, how many running sequences hold it, and in which order each policy's
     call:     queued per policy -> running in the trainer -> answered
 
 - A version's slot is freed once it is retired, no running sequence holds it, and it is not the
-  newest one, which the trainer trains on.
+  newest one, which the trainer trains on. A policy that is only sampled goes with its last version.
 - Order is a barrier within one policy only: an `optim_step` waits for that policy's own passes.
 - Work is done in quanta (one decode step, one prefill pass, one training pass), so a message waits
   for one quantum at most, and sampling and training of different tenants interleave.
@@ -82,12 +82,20 @@ class EngineHost:
     """Owns base, generator and trainer of one device. Synchronous; one thread."""
 
     def __init__(
-        self, name: str, base: BaseModel, generator: BatchGenerator, trainer: LoraTrainer
+        self,
+        name: str,
+        base: BaseModel,
+        generator: BatchGenerator,
+        trainer: LoraTrainer,
+        *,
+        is_synced: bool = False,
     ) -> None:
+        """`is_synced`: what is written survives a loss of power before its call is answered."""
         self.name = name
         self.base = base
         self.generator = generator
         self.trainer = trainer
+        self._is_synced = is_synced
         self.replies: list[tuple[int, m.Reply]] = []
         self._policies: dict[PolicyId, HostedPolicy] = {}
         self._sequences: dict[str, RunningSequence] = {}
@@ -109,6 +117,7 @@ class EngineHost:
             m.GetStats: self._stats,
             m.Forward: self._forward,
             m.Create: self._create,
+            m.CreateFrom: self._create_from,
             m.Load: self._load,
             m.LoadVersion: self._load_version,
             m.SaveAdapter: self._save_adapter,
@@ -217,6 +226,7 @@ class EngineHost:
             for number in running.held:
                 policy.versions[number].num_users -= 1
                 self._free_if_unused(policy, number)
+            self._forget_if_empty(request.policy_id)
         completion = Completion(
             request_id=result.request_id,
             tokens=result.tokens,
@@ -277,12 +287,25 @@ class EngineHost:
         self.base.bank.free(version.slot)
         del policy.versions[number]
 
+    def _forget_if_empty(self, policy_id: PolicyId) -> None:
+        """Forget a policy that was only sampled, once none of its versions is left."""
+        policy = self._policies.get(policy_id)
+        if policy is not None and policy.trained_version is None and not policy.versions:
+            del self._policies[policy_id]
+
     def _create(self, call_id: int, message: m.Create) -> m.Reply:
         if message.policy_id in self._policies:
             raise Conflict(f"policy {message.policy_id} is loaded already")
         self._check_targets(message.spec)
         self.trainer.create(message.policy_id, message.spec)
         return m.ReplyHash(self._host(message.policy_id, message.spec, 0).adapter_hash)
+
+    def _create_from(self, call_id: int, message: m.CreateFrom) -> m.Reply:
+        if message.policy_id in self._policies:
+            raise Conflict(f"policy {message.policy_id} is loaded already")
+        self._check_targets(message.spec)
+        state = self.trainer.create_from(message.policy_id, message.spec, message.source)
+        return m.ReplyHash(self._host(message.policy_id, state.spec, 0).adapter_hash)
 
     def _load(self, call_id: int, message: m.Load) -> m.Reply:
         if message.policy_id in self._policies:
@@ -315,10 +338,25 @@ class EngineHost:
         spec = read_spec(message.folder)
         self._check_targets(spec)
         loaded = load_adapter(message.folder, self.base.bank.bucket(spec.rank).layout)
-        policy = self._policies.setdefault(message.policy_id, HostedPolicy(loaded.spec))
-        version = self._add_version(policy, message.version, loaded.row, loaded.adapter_hash)
+        policy = self._sampled(message.policy_id, loaded.spec)
+        try:
+            version = self._add_version(policy, message.version, loaded.row, loaded.adapter_hash)
+        finally:
+            self._forget_if_empty(message.policy_id)
         version.is_live = True
         return m.ReplyHash(loaded.adapter_hash)
+
+    def _sampled(self, policy_id: PolicyId, spec: AdapterSpec) -> HostedPolicy:
+        """Return the policy that a version of shape `spec` may be added to; a new one if there is
+        none. All versions of a policy have one shape, which says where they live and how they act.
+        """
+        policy = self._policies.setdefault(policy_id, HostedPolicy(spec))
+        if _shape(policy.spec) != _shape(spec):
+            raise Conflict(
+                f"policy {policy_id} is loaded with another shape: {_shape(policy.spec)}; "
+                f"expected an adapter like that, not {_shape(spec)}"
+            )
+        return policy
 
     def _publish(self, call_id: int, message: m.Publish) -> m.Reply:
         policy = self._policy(message.policy_id)
@@ -342,6 +380,7 @@ class EngineHost:
         if message.version in policy.versions:
             policy.versions[message.version].is_retired = True
             self._free_if_unused(policy, message.version)
+            self._forget_if_empty(message.policy_id)
         return m.ReplyNone()
 
     def _save_adapter(self, call_id: int, message: m.SaveAdapter) -> m.Reply:
@@ -356,6 +395,7 @@ class EngineHost:
             policy.spec,
             self.base.bank.bucket(policy.spec.rank).layout,
             base_name=self.base.name,
+            is_synced=self._is_synced,
         )
         return m.ReplyHash(adapter_hash)
 
@@ -374,7 +414,7 @@ class EngineHost:
         for number, version in list(policy.versions.items()):
             version.is_retired, version.num_users = True, 0
             self._free_if_unused(policy, number)
-        del self._policies[message.policy_id]
+        self._policies.pop(message.policy_id, None)
         return m.ReplyNone()
 
     def _export(self, call_id: int, message: m.ExportVersion) -> m.Reply:
@@ -385,9 +425,12 @@ class EngineHost:
 
     def _import(self, call_id: int, message: m.ImportVersion) -> m.Reply:
         self._check_targets(message.spec)
-        policy = self._policies.setdefault(message.policy_id, HostedPolicy(message.spec))
+        policy = self._sampled(message.policy_id, message.spec)
         row = torch.from_numpy(message.row)
-        version = self._add_version(policy, message.version, row, message.adapter_hash)
+        try:
+            version = self._add_version(policy, message.version, row, message.adapter_hash)
+        finally:
+            self._forget_if_empty(message.policy_id)
         version.is_live = True
         self._publish(call_id, m.Publish(message.policy_id, message.version))
         return m.ReplyNone()
@@ -447,6 +490,7 @@ class EngineHost:
         for number, entry in list(policy.versions.items()):
             if entry is version:
                 self._free_if_unused(policy, number)
+        self._forget_if_empty(policy_id)
         self._advance(policy_id, policy)
 
     def _optim_step(self, policy: HostedPolicy, message: m.OptimStep) -> m.Reply:
@@ -454,7 +498,9 @@ class EngineHost:
         self._trained(message.policy_id, policy)
         result = self.trainer.optim_step(message.policy_id, message.adam)
         if message.snapshot is not None:
-            self.trainer.save_snapshot(message.policy_id, message.snapshot)
+            self.trainer.save_snapshot(
+                message.policy_id, message.snapshot, is_synced=self._is_synced
+            )
         old, policy.trained_version = policy.trained_version, result.version
         row = self.trainer.weights(message.policy_id)
         self._add_version(policy, result.version, row, result.adapter_hash)
@@ -483,3 +529,8 @@ class EngineHost:
                 rss_bytes=rss_bytes(),
             )
         )
+
+
+def _shape(spec: AdapterSpec) -> tuple[int, float, tuple[str, ...]]:
+    """Return what all versions of a policy have in common: rank, alpha and linears."""
+    return spec.rank, spec.alpha, tuple(sorted(target_kinds(spec)))

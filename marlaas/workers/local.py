@@ -10,8 +10,10 @@ import contextlib
 import itertools
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar, cast
 
 from marlaas import errors
@@ -38,6 +40,9 @@ R = TypeVar("R")
 
 SHUTDOWN_TIMEOUT_S = 5.0
 
+
+MERGE_REFUSED = 3
+"""Exit status of `engine/merge.py` when it says what was wrong with the request."""
 
 MAX_STARTS = 3
 """Attempts to bring a lost process back before the worker is given up."""
@@ -177,6 +182,10 @@ class LocalWorker:
     async def create(self, policy_id: PolicyId, spec: AdapterSpec) -> str:
         return _checked(await self._call(m.Create(policy_id, spec)), m.ReplyHash).adapter_hash
 
+    async def create_from(self, policy_id: PolicyId, spec: AdapterSpec, source: str) -> str:
+        reply = await self._call(m.CreateFrom(policy_id, spec, source))
+        return _checked(reply, m.ReplyHash).adapter_hash
+
     async def load(self, policy_id: PolicyId, snapshot: str) -> StepResult:
         return _checked(await self._call(m.Load(policy_id, snapshot)), m.ReplyStep).result
 
@@ -211,6 +220,32 @@ class LocalWorker:
     async def save_adapter(self, policy_id: PolicyId, version: int, folder: str) -> str:
         reply = await self._call(m.SaveAdapter(policy_id, version, folder))
         return _checked(reply, m.ReplyHash).adapter_hash
+
+    async def merge(self, adapter_folder: str, out_folder: str) -> None:
+        """See `Trainer.merge`. A process of its own does it, which needs no engine: it works while
+        the worker is lost, too."""
+        settings = self.settings
+        merging = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "marlaas.engine.merge"),
+            *(settings.base_folder, adapter_folder, out_folder),
+            *(settings.dtype, settings.durability),
+            env={**os.environ, **replace(settings, num_threads=1).environment()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        try:
+            said, complained = await merging.communicate()
+        except asyncio.CancelledError:
+            merging.terminate()
+            await merging.wait()
+            raise
+        if merging.returncode == MERGE_REFUSED:
+            code, _, message = said.decode().partition("\n")
+            raise _error(code, message)
+        if merging.returncode:
+            last = complained.decode(errors="replace").strip().rpartition("\n")[2]
+            raise WorkerLost(f"the merge ended with status {merging.returncode}: {last}")
 
     async def remove(self, policy_id: PolicyId) -> None:
         await self._done(m.Remove(policy_id))
@@ -317,9 +352,14 @@ class Connection(asyncio.Protocol):
 def _checked(reply: m.Reply, expected: type[R]) -> R:
     """Return the reply as the expected type, or raise the error that it carries."""
     if isinstance(reply, m.ReplyError):
-        kind = getattr(errors, reply.code, None)
-        if isinstance(kind, type) and issubclass(kind, MarlaasError):
-            raise kind(reply.message)
-        raise InvalidRequest(f"{reply.code}: {reply.message}")
+        raise _error(reply.code, reply.message)
     assert isinstance(reply, expected), f"expected {expected.__name__}, got {reply!r:.200}"
     return reply
+
+
+def _error(code: str, message: str) -> MarlaasError:
+    """Return the error that another process named by its class."""
+    kind = getattr(errors, code, None)
+    if isinstance(kind, type) and issubclass(kind, MarlaasError):
+        return kind(message)
+    return InvalidRequest(f"{code}: {message}")

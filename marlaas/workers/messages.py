@@ -50,6 +50,13 @@ class Create:
 
 
 @dataclass(frozen=True, slots=True)
+class CreateFrom:
+    policy_id: PolicyId
+    spec: AdapterSpec
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     policy_id: PolicyId
     snapshot: str
@@ -195,6 +202,7 @@ Call = (
     | Cancel
     | Release
     | Create
+    | CreateFrom
     | Load
     | LoadVersion
     | ForwardBackward

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 
-from marlaas.config import EngineSettings
+from marlaas.config import Durability, EngineSettings
 from marlaas.store.codec import decode
 from marlaas.workers import messages as m
 from marlaas.workers.framing import FrameReader
@@ -51,7 +51,9 @@ def build_host(settings: EngineSettings) -> tuple[EngineHost, dict[str, float]]:
     trainer = LoraTrainer(
         base, budget_tokens=settings.train_budget_tokens, is_exact=settings.is_exact
     )
-    return EngineHost(settings.name, base, generator, trainer), deviations
+    is_synced = settings.durability is Durability.POWER
+    host = EngineHost(settings.name, base, generator, trainer, is_synced=is_synced)
+    return host, deviations
 
 
 def serve(connection: socket.socket, host: EngineHost) -> None:

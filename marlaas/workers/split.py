@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from marlaas.errors import NotFound
+from marlaas.errors import Conflict, NotFound
 from marlaas.types import (
     AdamParams,
     AdapterSpec,
@@ -75,6 +75,12 @@ class SplitWorker:
         await self._carry(policy_id, 0)
         return adapter_hash
 
+    async def create_from(self, policy_id: PolicyId, spec: AdapterSpec, source: str) -> str:
+        await self._forget(policy_id)
+        adapter_hash = await self.training.create_from(policy_id, spec, source)
+        await self._carry(policy_id, 0)
+        return adapter_hash
+
     async def load(self, policy_id: PolicyId, snapshot: str) -> StepResult:
         await self._forget(policy_id)
         result = await self.training.load(policy_id, snapshot)
@@ -82,9 +88,13 @@ class SplitWorker:
         return result
 
     async def load_version(self, policy_id: PolicyId, version: int, folder: str) -> str:
-        adapter_hash = await self.training.load_version(policy_id, version, folder)
-        await self._carry(policy_id, version)
-        return adapter_hash
+        # After the loss of one half the other may hold the version still.
+        with contextlib.suppress(Conflict):
+            await self.training.load_version(policy_id, version, folder)
+        exported = await self.training.export_version(policy_id, version)
+        with contextlib.suppress(Conflict):
+            await self.sampling.import_version(policy_id, version, exported)
+        return exported.adapter_hash
 
     async def forward_backward(
         self, policy_id: PolicyId, data: Sequence[Datum], objective: Objective
@@ -112,6 +122,9 @@ class SplitWorker:
 
     async def save_adapter(self, policy_id: PolicyId, version: int, folder: str) -> str:
         return await self.training.save_adapter(policy_id, version, folder)
+
+    async def merge(self, adapter_folder: str, out_folder: str) -> None:
+        await self.training.merge(adapter_folder, out_folder)
 
     async def remove(self, policy_id: PolicyId) -> None:
         await self._forget(policy_id)

@@ -8,8 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from marlaas.engine.adapter_io import hash_adapter, target_kinds
+from marlaas.engine.adapter_io import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    hash_adapter,
+    save_adapter,
+    target_kinds,
+)
 from marlaas.engine.trainer import LoraTrainer
 from marlaas.errors import InvalidRequest, NotFound
 from marlaas.types import AdamParams, AdapterSpec, Datum, Objective
@@ -306,6 +313,86 @@ def test_a_snapshot_that_is_none_is_refused(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------
 # Removal
+
+
+def trained(key: str, spec: AdapterSpec = SPEC) -> LoraTrainer:
+    """Return a trainer whose policy has made one update."""
+    trainer = LoraTrainer(random_llama())
+    slot = host(trainer, key, spec)
+    trainer.submit_forward_backward(key, slot, some_data(), DPPO, 0)
+    run_all(trainer)
+    trainer.optim_step(key, AdamParams(lr=1e-2))
+    return trainer
+
+
+def saved(trainer: LoraTrainer, key: str, folder: Path) -> Path:
+    state = trainer.state(key)
+    save_adapter(folder, state.weights_P, state.spec, state.layout, base_name="random")
+    return folder
+
+
+def test_a_fork_of_a_folder_is_its_adapter_bit_for_bit_with_fresh_moments(tmp_path: Path) -> None:
+    spec = replace(SPEC, alpha=5.0, seed=1)
+    source = saved(trained("p", spec), "p", tmp_path / "p")
+    trainer = LoraTrainer(random_llama())
+    state = trainer.create_from("fork", SPEC, source)
+    assert (state.version, state.num_updates) == (0, 0)
+    assert state.spec == replace(SPEC, alpha=5.0), "the scale is the source's"
+    assert not state.rows_4P[1:].any()
+    again = saved(trainer, "fork", tmp_path / "again")
+    assert (again / WEIGHTS_NAME).read_bytes() == (source / WEIGHTS_NAME).read_bytes()
+    assert (again / CONFIG_NAME).read_bytes() == (source / CONFIG_NAME).read_bytes()
+
+
+def test_a_fork_of_a_snapshot_takes_the_moments_and_begins_at_version_0(tmp_path: Path) -> None:
+    original = trained("p")
+    original.save_snapshot("p", tmp_path / "state")
+    trainer = LoraTrainer(random_llama())
+    state = trainer.create_from("fork", SPEC, tmp_path / "state")
+    assert (state.version, state.num_updates) == (0, 1)
+    assert torch.equal(state.rows_4P[:3], original.state("p").rows_4P[:3])
+    assert trainer.adapter_hash("fork") == original.adapter_hash("p")
+    for one, key in ((original, "p"), (trainer, "fork")):
+        slot = one.base.bank.allocate(rank=SPEC.rank, scale=4.0, kinds=target_kinds(SPEC))
+        one.base.bank.write(slot, one.weights(key))
+        one.submit_forward_backward(key, slot, some_data(1), DPPO, 0)
+        run_all(one)
+        one.optim_step(key, AdamParams(lr=1e-2))
+    assert torch.equal(trainer.weights("fork"), original.weights("p"))
+    assert (trainer.version("fork"), original.version("p")) == (1, 2)
+
+
+@pytest.mark.parametrize("is_snapshot", [False, True])
+def test_a_fork_of_another_shape_is_refused_and_nothing_is_made(
+    is_snapshot: bool, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    if is_snapshot:
+        trained("p").save_snapshot("p", source)
+    else:
+        saved(trained("p"), "p", source)
+    trainer = LoraTrainer(random_llama())
+    for wrong, problem in (
+        (replace(SPEC, rank=5), "rank 4, the policy's is 5; expected the same"),
+        (replace(SPEC, targets=("attention",)), "targets .*lm_head.*; expected the same"),
+    ):
+        with pytest.raises(InvalidRequest, match=problem):
+            trainer.create_from("fork", wrong, source)
+    with pytest.raises(NotFound):
+        trainer.create_from("fork", SPEC, tmp_path / "nothing")
+    trainer.create_from("fork", SPEC, source)
+
+
+def test_a_fork_that_could_never_be_trained_whole_is_refused(tmp_path: Path) -> None:
+    source = saved(trained("p"), "p", tmp_path / "p")
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(source / WEIGHTS_NAME).items()
+        if "layers.1.self_attn.k_proj" not in name
+    }
+    save_file(tensors, source / WEIGHTS_NAME)
+    with pytest.raises(InvalidRequest, match=r"no weights for model.layers.1.self_attn.k_proj"):
+        LoraTrainer(random_llama()).create_from("fork", SPEC, source)
 
 
 def test_a_removed_policy_leaves_zeros_and_its_open_tickets() -> None:

@@ -1,5 +1,7 @@
 """The worker from the inside: versions and slots, order within a policy, who is touched by what."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -268,3 +270,115 @@ def test_weights_carried_to_another_host_sample_the_same(calls: Calls) -> None:
     other.finish()
     assert (calls.completion(here).tokens == other.completion(there).tokens).all()
     assert calls.completion(here).adapter_hash == other.completion(there).adapter_hash
+
+
+SERVED = PolicyId("acme/a#serve-1")
+"""A policy id of its own: no job can be called so."""
+
+
+def trained_and_saved(calls: Calls, folder: Path) -> m.Reply:
+    """Train A to version 1 and write that version; return the reply with its hash."""
+    calls.send(train(A))
+    calls.ask(step(A, lr=0.5))
+    calls.ask(m.Publish(A, 1))
+    return calls.ask(m.SaveAdapter(A, 1, str(folder)))
+
+
+def test_a_version_is_served_beside_its_own_policy_in_training(
+    calls: Calls, tmp_path: Path
+) -> None:
+    saved = trained_and_saved(calls, tmp_path / "v1")
+    expected = calls.send(generate(A, version=1, name="expected"))
+    calls.finish()
+    assert calls.ask(m.LoadVersion(SERVED, 1, str(tmp_path / "v1"))) == saved
+    running = calls.send(generate(SERVED, version=1, name="served", max_tokens=8))
+    calls.quantum()
+    calls.send(train(A, seed=1))
+    calls.send(step(A, lr=0.5))
+    calls.finish()
+    calls.send(m.Publish(A, 2))
+    calls.send(m.Retire(A, 1))
+    assert (calls.completion(running).tokens == calls.completion(expected).tokens).all()
+    assert isinstance(calls.ask(generate(SERVED, version=1, name="again")), m.ReplyCompletion)
+
+
+def test_serving_a_version_changes_no_bit_of_its_policys_training(
+    calls: Calls, tmp_path: Path
+) -> None:
+    alone = Calls()
+    for one in (calls, alone):
+        one.send(m.Remove(A))
+        one.ask(m.Create(A, AdapterSpec()))
+        trained_and_saved(one, tmp_path / "v1")
+    calls.ask(m.LoadVersion(SERVED, 1, str(tmp_path / "v1")))
+    calls.send(generate(SERVED, version=1, name="served", max_tokens=50))
+    results = []
+    for one in (calls, alone):
+        one.send(train(A, seed=1))
+        results.append(one.ask(step(A)))
+    assert results[0] == results[1]
+
+
+def test_a_version_can_be_judged_and_scored_where_no_policy_of_its_name_is_trained(
+    calls: Calls, tmp_path: Path
+) -> None:
+    saved = trained_and_saved(calls, tmp_path / "v1")
+    data = train(A).data
+    expected = calls.ask(m.Forward(A, 1, data))
+    other = Calls()
+    assert other.ask(m.LoadVersion(A, 1, str(tmp_path / "v1"))) == saved
+    assert isinstance(other.ask(generate(A, version=1)), m.ReplyCompletion)
+    scored = other.ask(m.Forward(A, 1, data))
+    assert isinstance(scored, m.ReplyOutputs) and isinstance(expected, m.ReplyOutputs)
+    assert (scored.outputs[0].logprobs == expected.outputs[0].logprobs).all()
+    refused = other.ask(train(A))
+    assert isinstance(refused, m.ReplyError) and "is not trained on" in refused.message
+    assert isinstance(other.ask(m.Create(A, AdapterSpec())), m.ReplyError), "the name is taken"
+    other.ask(m.Retire(A, 1))
+    assert isinstance(other.ask(m.Create(A, AdapterSpec())), m.ReplyHash)
+
+
+def test_a_policy_that_is_only_sampled_goes_with_its_last_sequence(
+    calls: Calls, tmp_path: Path
+) -> None:
+    trained_and_saved(calls, tmp_path / "v1")
+    before = calls.num_slots()
+    calls.ask(m.LoadVersion(SERVED, 1, str(tmp_path / "v1")))
+    running = calls.send(generate(SERVED, version=1, max_tokens=20))
+    calls.quantum()
+    calls.send(m.Retire(SERVED, 1))
+    assert calls.num_slots() == before + 1
+    calls.finish()
+    assert len(calls.completion(running).tokens) == 20
+    assert calls.num_slots() == before
+    gone = calls.ask(generate(SERVED, version=1))
+    assert isinstance(gone, m.ReplyError) and gone.code == "NotFound"
+
+
+def test_versions_of_one_policy_have_one_shape(calls: Calls, tmp_path: Path) -> None:
+    trained_and_saved(calls, tmp_path / "v1")
+    calls.ask(m.Create(SERVED, AdapterSpec(rank=4)))
+    refused = calls.ask(m.LoadVersion(SERVED, 1, str(tmp_path / "v1")))
+    assert isinstance(refused, m.ReplyError) and refused.code == "Conflict"
+    assert "another shape" in refused.message
+
+
+def test_a_fork_is_live_with_the_weights_it_began_from(calls: Calls, tmp_path: Path) -> None:
+    saved = trained_and_saved(calls, tmp_path / "v1")
+    fork = PolicyId("acme/fork")
+    assert calls.ask(m.CreateFrom(fork, AdapterSpec(), str(tmp_path / "v1"))) == saved
+    first, second = (
+        calls.send(generate(policy, version, name=policy))
+        for policy, version in ((A, 1), (fork, 0))
+    )
+    calls.finish()
+    assert (calls.completion(first).tokens == calls.completion(second).tokens).all()
+    assert calls.ask(m.SaveAdapter(fork, 0, str(tmp_path / "again"))) == saved
+    names = ("adapter_model.safetensors", "adapter_config.json")
+    for name in names:
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "v1" / name).read_bytes()
+    calls.send(train(fork))
+    stepped = calls.ask(step(fork))
+    assert isinstance(stepped, m.ReplyStep) and stepped.result.version == 1
+    taken = calls.ask(m.CreateFrom(fork, AdapterSpec(), str(tmp_path / "v1")))
+    assert isinstance(taken, m.ReplyError) and taken.code == "Conflict"
