@@ -1,13 +1,24 @@
 """Frozen settings of the machine side, read once and printed at start. A tenant's knobs are in
 `types.JobSpec`, not here.
 
-`resolve` turns what the operator asked for into what will run, filling in everything that depends
-on the machine; nothing changes after that.
+    file (YAML or TOML)  <  MARLAAS_* environment variables  <  flags  ──► ServeSettings
+
+`read_serve_settings` reads the service's settings strictly. `resolve` turns what the operator asked
+for into what will run, filling in everything that depends on the machine; nothing changes after
+that.
 """
 
+import difflib
 import os
-from dataclasses import dataclass
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
 
 from marlaas.errors import InvalidRequest
 
@@ -147,3 +158,203 @@ def _kv_capacity(kv_bytes_per_token: int, num_workers: int) -> int:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     tokens = int(memory_bytes * KV_MEMORY_SHARE / num_workers / kv_bytes_per_token)
     return max(1024, min(MAX_KV_TOKENS, tokens // 1024 * 1024))
+
+
+# ---------------------------------------------------------------------------------------------
+# The service
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """Everything an operator decides about a service."""
+
+    base: str = "tiny"
+    """Name of a base model, or path of a Hugging Face folder or GGUF file. One base a service."""
+    folder: str = "marlaas-data"
+    """Where the database and all files lie."""
+    database: str = ""
+    """`postgresql://USER:PASSWORD@HOST/NAME`; empty: SQLite in the folder."""
+    durability: Durability = Durability.PROCESS
+    """What a commit survives: `process` a kill, `power` a loss of power too."""
+    host: str = "127.0.0.1"
+    port: int = 8642
+    """0 takes a free one."""
+    forwarded_allow_ips: str = "127.0.0.1"
+    """Proxies whose `X-Forwarded-*` headers are believed, comma-separated."""
+    workers: int | None = None
+    """Engine workers; none is one a core."""
+    placement: Placement = Placement.REPLICATED
+    kv_capacity_tokens: int | None = None
+    max_batch: int | None = None
+    """Sequences in one worker's decode batch."""
+    exact: bool = False
+    """Every result is independent of neighbours, bit for bit: slower, and needed by seeded jobs."""
+    max_running_jobs: int = 64
+    """Jobs that run at once, all tenants together; the others queue."""
+    gap_bound: float = 1e-3
+    """Most |train - sampling logprob| under one version before a job is held."""
+    max_body_bytes: int = 1 << 20
+    """Largest JSON body."""
+    max_upload_bytes: int = 64 << 20
+    """Largest upload of prompts."""
+    max_archive_bytes: int = 64 << 30
+    """Largest adapter or merged model that may be downloaded."""
+    max_streams: int = 10_000
+    """Event streams open at once."""
+    heartbeat_s: float = 15.0
+    """A stream without events says so this often, so that proxies keep it open."""
+    drain_s: float = 30.0
+    """After SIGTERM: how long running steps may take to commit, and requests to end."""
+    log_level: str = "info"
+    """`debug`, `info`, `warning` or `error`."""
+    trace_spans: int = 50_000
+    """Newest spans kept for `/v1/trace`."""
+
+    def engines(self) -> RunSettings:
+        """Return what the engine workers are asked to be."""
+        return RunSettings(
+            num_workers=self.workers,
+            placement=self.placement,
+            kv_capacity_tokens=self.kv_capacity_tokens,
+            max_batch=self.max_batch,
+            durability=self.durability,
+        )
+
+    def shown(self) -> list[str]:
+        """Return one line per setting, secrets masked."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        masked = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", self.database)
+        values["database"] = re.sub(r"(password=)[^&]*", r"\1***", masked)
+        return [f"{name}: {_as_written(value)}" for name, value in values.items()]
+
+
+ENVIRONMENT_PREFIX = "MARLAAS_"
+OTHER_VARIABLES = frozenset(
+    {"MARLAAS_CACHE", "MARLAAS_URL", "MARLAAS_API_KEY", "MARLAAS_TEST_POSTGRES_URL"}
+)
+"""Variables with our prefix that are no settings of the service."""
+
+_ENUMS: Mapping[str, type[StrEnum]] = {"durability": Durability, "placement": Placement}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    **{name: tuple(kind) for name, kind in _ENUMS.items()},
+    "log_level": ("debug", "info", "warning", "error"),
+}
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "port": (0, 65_535),
+    "workers": (1, 256),
+    "kv_capacity_tokens": (1024, 1 << 30),
+    "max_batch": (1, 4096),
+    "max_running_jobs": (1, 10_000),
+    "gap_bound": (1e-9, 1.0),
+    "max_body_bytes": (1024, 1 << 30),
+    "max_upload_bytes": (1024, 4 << 30),
+    "max_archive_bytes": (1 << 20, 1 << 50),
+    "max_streams": (0, 1_000_000),
+    "heartbeat_s": (0.05, 3600),
+    "drain_s": (0, 3600),
+    "trace_spans": (0, 10_000_000),
+}
+
+
+def read_serve_settings(
+    file: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+    flags: Mapping[str, object] | None = None,
+) -> ServeSettings:
+    """Read the service's settings; a flag wins over a variable, and that over the file.
+
+    A flag that is None was not given.
+
+    Raises:
+        InvalidRequest: names every unknown key and every value that cannot be.
+    """
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    for name, value in _file_values(file).items():
+        typed = _from_text(str(name), value) if isinstance(value, str) else value
+        _take(values, str(name), typed, f"{file}: {name}", problems)
+    for variable, text in sorted(environment.items()):
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in OTHER_VARIABLES:
+            name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+            _take(values, name, _from_text(name, text), variable, problems)
+    for name, value in (flags or {}).items():
+        if value is not None:
+            _take(values, name, value, f"--{name.replace('_', '-')}", problems)
+    if problems:
+        raise InvalidRequest(*problems)
+    return ServeSettings(**values)
+
+
+def _file_values(file: Path | None) -> Mapping[Any, object]:
+    if file is None:
+        return {}
+    try:
+        text = file.read_text(encoding="utf-8")
+        read = tomllib.loads(text) if file.suffix == ".toml" else yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise InvalidRequest(f"{file}: cannot be read ({error})") from error
+    if not isinstance(read or {}, Mapping):
+        raise InvalidRequest(f"{file}: expected `setting: value` lines")
+    return read or {}
+
+
+def _take(
+    values: dict[str, Any], name: str, value: object, place: str, problems: list[str]
+) -> None:
+    """Add one setting to `values`, or what is wrong with it to `problems`."""
+    names = [field.name for field in fields(ServeSettings)]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"expected one of {', '.join(names)}"
+        problems.append(f"{place}: unknown setting; {hint}")
+        return
+    if fault := _fault(name, value):
+        problems.append(f"{place}: got {_masked(name, value)}; expected {fault}")
+        return
+    values[name] = _ENUMS[name](value) if name in _ENUMS else value
+
+
+def _fault(name: str, value: Any) -> str:
+    """Return what would be right for a setting; empty if `value` is."""
+    kind = {field.name: field.type for field in fields(ServeSettings)}[name]
+    kinds = get_args(kind) or (kind,)
+    if name in _CHOICES:
+        return "" if value in _CHOICES[name] else " or ".join(_CHOICES[name])
+    if value is None and type(None) in kinds:
+        return ""
+    if kinds[0] is bool:
+        return "" if isinstance(value, bool) else "true or false"
+    if kinds[0] is str:
+        return "" if isinstance(value, str) and (value or name == "database") else "text"
+    low, high = _RANGES[name]
+    wanted = int if kinds[0] is int else int | float
+    is_right = isinstance(value, wanted) and not isinstance(value, bool) and low <= value <= high
+    word = "a whole number" if kinds[0] is int else "a number"
+    return "" if is_right else f"{word} from {low:g} to {high:g}"
+
+
+def _from_text(name: str, text: str) -> object:
+    """Return what text stands for, typed as its setting is; YAML 1.1 takes 1e-3 for text too."""
+    kind = {field.name: field.type for field in fields(ServeSettings)}.get(name)
+    kinds = get_args(kind) or (kind,)
+    if kinds[0] is bool:
+        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
+    for number in (int, float):
+        if number in kinds:
+            try:
+                return number(text)
+            except ValueError:
+                return text
+    return text
+
+
+def _masked(name: str, value: object) -> str:
+    return "something else" if name == "database" else repr(value)
+
+
+def _as_written(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if value != "" else '""'

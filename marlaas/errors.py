@@ -4,10 +4,13 @@
     |-- InvalidRequest        the caller can put it right; says what would be right
     |   |-- UnsupportedBase   a base model whose numbers we could not vouch for
     |   `-- UnsupportedFeature  a setting that this backend cannot honour
+    |-- Unauthorized          no key, an unknown one, or one that may not do this
+    |   `-- Forbidden         the key is known; what it asks for is for another role
     |-- NotFound              no such thing, or another tenant's: the two look alike
     |-- Conflict              the thing exists in another state than the caller thinks
     |-- QuotaExceeded         over a limit of the tenant
     |-- CapacityExceeded      over a limit of the machine (KV tokens, slots)
+    |-- TooLarge              a body or an archive over the operator's limit
     |-- EnvironmentFailure    an environment or sandbox failed: typed data, never reward 0
     |-- WorkerLost            an engine process went away; its work is retried
     |-- StoreUnavailable      the database or its disk cannot take the call; nothing is half-written
@@ -47,6 +50,18 @@ class UnsupportedFeature(InvalidRequest):
     code = "unsupported_feature"
 
 
+class Unauthorized(MarlaasError):
+    """The request has no key, one that is not known, or one that may not do this."""
+
+    code = "unauthorized"
+
+
+class Forbidden(Unauthorized):
+    """The key is good, and for another role."""
+
+    code = "forbidden"
+
+
 class NotFound(MarlaasError):
     """No such object for this tenant."""
 
@@ -73,6 +88,12 @@ class CapacityExceeded(MarlaasError):
     """The request is larger than this machine's budget, whatever else runs."""
 
     code = "capacity_exceeded"
+
+
+class TooLarge(MarlaasError):
+    """What is sent, or asked for, is larger than the operator allows."""
+
+    code = "too_large"
 
 
 class FailureKind(StrEnum):

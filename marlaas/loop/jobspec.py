@@ -11,6 +11,7 @@
 - One bad knob hides no other: a check that needs a refused knob is skipped, the rest still run.
 
 `read_jobs` takes parsed YAML or JSON; `marlaas.cli.jobfile` adds line numbers to a file's faults.
+`read_job` takes one job as the service gets it.
 """
 
 import difflib
@@ -29,6 +30,7 @@ from marlaas.types import (
     RANK_BUCKETS,
     TARGET_GROUPS,
     AdapterSpec,
+    Fork,
     JobSpec,
     Latency,
     TenantId,
@@ -97,9 +99,29 @@ def read_jobs(
     return JobFile(run=run, jobs=tuple(jobs))
 
 
+def read_job(body: object, *, tenant: TenantId, max_context: int | None = None) -> JobSpec:
+    """Turn one job, in a job file's words but for `tenant` and `replicate`, into a spec.
+
+    Raises:
+        InvalidRequest: with one problem per fault.
+    """
+    place = Place(lines={}, problems=[], title="job")
+    if not isinstance(body, Mapping):
+        raise InvalidRequest(f"job: got {_shown(body)}; expected a mapping")
+    _refuse_unknown(body, tuple(ONE_JOB_KNOBS), place)
+    known = {name: value for name, value in body.items() if name in ONE_JOB_KNOBS}
+    draft = Draft.read({**known, "tenant": tenant}, place, _JOB_KNOBS)
+    specs = _read_job(draft, place, max_context)
+    if place.problems:
+        raise InvalidRequest(*place.problems)
+    return specs[0]
+
+
 def describe_job(spec: JobSpec) -> dict[str, Any]:
     """Return a job in a job file's words, every knob resolved; reading it gives `spec` back."""
-    return {
+    fork = spec.fork
+    forked = {} if fork is None else {"fork": {name: getattr(fork, name) for name in _FORK_KNOBS}}
+    return forked | {
         "tenant": str(spec.tenant),
         "name": spec.name,
         "env": dict(spec.env),
@@ -123,6 +145,8 @@ def describe_job(spec: JobSpec) -> dict[str, Any]:
         "straggler_deadline_s": spec.straggler_deadline_s,
         "seed": spec.seed,
         "keep_versions": spec.keep_versions,
+        "max_job_tokens": spec.max_job_tokens,
+        "max_device_s": spec.max_device_s,
     }
 
 
@@ -139,13 +163,15 @@ class Place:
     lines: Mapping[Trail, int]
     problems: list[str]
     path: Trail = ()
+    title: str = "job file"
+    """What the document is called."""
 
     def __truediv__(self, key: str | int) -> "Place":
         return replace(self, path=(*self.path, key))
 
     def __str__(self) -> str:
         words = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path)
-        return words.removeprefix(".") or "job file"
+        return words.removeprefix(".") or self.title
 
     def refuse(self, problem: str, *, line_of: "Place | None" = None) -> None:
         """Report a fault here, with the line of the innermost value that has one."""
@@ -287,6 +313,18 @@ def _read_latency(value: Any, place: Place) -> Latency:
     return latency
 
 
+def _read_fork(value: Any, place: Place) -> Fork:
+    expected = "expected {job: NAME, version: NUMBER, with_optimizer: true or false}"
+    if not isinstance(value, Mapping):
+        raise Refused(f"got {_shown(value)}; {expected}")
+    draft = Draft.read(value, place, _FORK_KNOBS)
+    if not draft.is_clean:
+        raise Refused
+    if not {"job", "version"} <= draft.values.keys():
+        raise Refused(f"names no job or no version; {expected}")
+    return Fork(**draft.values)
+
+
 def _read_algorithm(value: Any, place: Place) -> Mapping[str, object]:
     mapping = {"preset": value} if isinstance(value, str) else value
     if not isinstance(mapping, Mapping) or not isinstance(mapping.get("preset", ""), str):
@@ -326,6 +364,11 @@ def _check_elsewhere(
 # ---------------------------------------------------------------------------------------------
 # Knobs
 
+_FORK_KNOBS: Mapping[str, Reader] = {
+    "job": _read_segment,
+    "version": whole_number(0, 1_000_000),
+    "with_optimizer": _read_flag,
+}
 _JOB_KNOBS: Mapping[str, Reader] = {
     "tenant": _read_segment,
     "name": _read_segment,
@@ -350,8 +393,14 @@ _JOB_KNOBS: Mapping[str, Reader] = {
     "straggler_deadline_s": number(0, 86_400, is_open=True),
     "seed": whole_number(0, 2**32 - 1),
     "keep_versions": whole_number(0, 10_000),
+    "max_job_tokens": whole_number(0, 2**53),
+    "max_device_s": number(0, 1e9),
+    "fork": _read_fork,
     "replicate": whole_number(1, 1024),
 }
+ONE_JOB_KNOBS = tuple(name for name in _JOB_KNOBS if name not in ("tenant", "replicate"))
+"""What one job of a known tenant may say."""
+
 _REQUIRED = ("tenant", "name", "env")
 _DEFAULT_KNOBS = {**_JOB_KNOBS, "name": _refuse_shared, "replicate": _refuse_shared}
 _RUN_KNOBS: Mapping[str, Reader] = {

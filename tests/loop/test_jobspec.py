@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from marlaas.errors import InvalidRequest
-from marlaas.loop.jobspec import JobFile, describe_job, read_jobs
-from marlaas.types import AdapterSpec, JobSpec, Latency, TenantId
+from marlaas.loop.jobspec import JobFile, describe_job, read_job, read_jobs
+from marlaas.types import AdapterSpec, Fork, JobSpec, Latency, TenantId
 
 SUMS = {"tenant": "acme", "name": "sums", "env": {"family": "math"}}
 
@@ -336,3 +336,32 @@ def test_a_seed_shift_changes_nothing_else():
     first, second = read_jobs({"jobs": [{**SUMS, "replicate": 2}]}).jobs
     adapter = replace(first.adapter, seed=1)
     assert replace(first, name="sums-1", seed=1, adapter=adapter) == second
+
+
+def test_one_job_of_a_known_tenant_is_read_as_the_service_gets_it() -> None:
+    body = {
+        "name": "sums", "env": {"family": "math"}, "max_job_tokens": 10_000, "max_device_s": 60,
+        "fork": {"job": "older", "version": 3, "with_optimizer": True},
+    }  # fmt: skip
+    spec = read_job(body, tenant=TenantId("acme"))
+    assert (spec.tenant, spec.max_job_tokens, spec.max_device_s) == ("acme", 10_000, 60.0)
+    assert spec.fork == Fork(job="older", version=3, with_optimizer=True)
+    described = describe_job(spec)
+    assert described.pop("tenant") == "acme"
+    assert read_job(described, tenant=TenantId("acme")) == spec
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"tenant": "birch"}, "tenant: unknown key"),
+        ({"replicate": 3}, "replicate: unknown key"),
+        ({"fork": {"job": "older"}}, "fork: names no job or no version"),
+        ({"fork": {"job": "older", "version": -1}}, "fork.version: got -1"),
+        ({"env": None}, "env: got nothing"),
+    ],
+)
+def test_one_job_with_a_fault_is_refused_with_its_place(change, problem) -> None:
+    body = {"name": "sums", "env": {"family": "math"}} | change
+    with pytest.raises(InvalidRequest, match=problem):
+        read_job(body, tenant=TenantId("acme"))
