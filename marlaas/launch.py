@@ -5,34 +5,42 @@ Nothing here decides anything; what runs where follows from `config.resolve`.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from marlaas import runtime
-from marlaas.config import EngineSettings, Placement, RunSettings, resolve
+from marlaas.config import EngineSettings, Placement, RunSettings, ServeSettings, resolve
 from marlaas.envs.base import Family
 from marlaas.envs.catalog import make_family
-from marlaas.errors import InvalidRequest
-from marlaas.loop.controller import Controller, Mode
+from marlaas.errors import InvalidRequest, WorkerLost
+from marlaas.loop.controller import Controller, LoopSettings, Mode
+from marlaas.loop.serving import Serving
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.text.bases import ensure_base, num_weights
 from marlaas.text.chat import ChatTokenizer
 from marlaas.types import (
+    OPERATOR,
     GenerateRequest,
     JobObserver,
     JobSpec,
     Message,
     PolicyId,
+    Role,
     SamplingParams,
     WorkerStats,
 )
 from marlaas.workers.local import LocalWorker
 from marlaas.workers.split import SplitWorker
+
+if TYPE_CHECKING:
+    from marlaas.service.parts import Parts
 
 ENGINES_FILE = "engines.json"
 """In the run folder: what every engine worker was started with, all defaults resolved."""
@@ -172,14 +180,141 @@ def arrange(
     return list(engines)
 
 
-async def _watch(engines: Sequence[LocalWorker], observer: JobObserver) -> None:
+async def _watch(
+    engines: Sequence[LocalWorker], observer: JobObserver, *, every_s: float = STATS_EVERY_S
+) -> None:
     """Hand the workers' statistics to whoever shows them."""
     while True:
-        await asyncio.sleep(STATS_EVERY_S)
-        stats = await asyncio.gather(
-            *(engine.stats() for engine in engines if not engine.lost.is_set())
+        await asyncio.sleep(every_s)
+        with suppress(WorkerLost):  # it comes back, or the loop will say that it does not
+            stats = await asyncio.gather(
+                *(engine.stats() for engine in engines if not engine.lost.is_set())
+            )
+            observer.workers_seen(tuple(stats))
+
+
+# ---------------------------------------------------------------------------------------------
+# The service
+
+SCRATCH_FOLDER = "scratch"
+"""In the service's folder: archives while they are sent."""
+
+SERVICE_STATS_EVERY_S = 2.0
+
+
+async def serve(
+    settings: ServeSettings,
+    *,
+    mode: Mode = Mode.ASYNC,
+    say: Callable[[str], None] = print,
+    opened: Callable[[str, str], object] | None = None,
+    until: Callable[[], Coroutine[object, object, object]] | None = None,
+) -> None:
+    """Serve until a signal: store, engines, loop and HTTP in one process; then drain and return.
+
+    `say` shows a person what runs here. `opened` is told, once connections are taken, the address
+    and the first operator's key, empty if there was one already; without it `say` shows the key,
+    this once. `until` takes the place of signals.
+
+    Raises:
+        InvalidRequest: base, placement, address or database cannot be had.
+        StoreUnavailable: the database cannot be reached, or is of a newer release.
+    """
+    # `marlaas run` does without the web framework.
+    from marlaas.service import logs, server
+    from marlaas.service.app import make_app
+
+    logs.set_up(settings.log_level)
+    server.allow_many_connections()
+    for line in settings.shown():
+        say(line)
+    async with AsyncExitStack() as stack:
+        listener = stack.enter_context(server.bind(settings.host, settings.port))
+        store = AsyncStore(
+            Store.open(
+                Path(settings.folder),
+                url=settings.database or None,
+                durability=settings.durability,
+            )
         )
-        observer.workers_seen(tuple(stats))
+        stack.push_async_callback(store.close)
+        key = await store.call(first_operator_key)
+        parts = await _service_parts(settings, store, stack, mode=mode)
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        say(f"listening on {url}")
+        if opened is not None:
+            opened(url, key)
+        elif key:
+            say(f"operator key, shown this once: {key}")
+        app = make_app(parts)
+        runtime.settle_heap()
+        await server.run(app, parts, listener, until)
+
+
+async def _service_parts(
+    settings: ServeSettings, store: AsyncStore, stack: AsyncExitStack, *, mode: Mode
+) -> "Parts":
+    """Start what a service consists of, to be ended with the stack."""
+    from marlaas.service.joblog import JobLogs
+    from marlaas.service.parts import Parts
+    from marlaas.service.streams import Hub
+    from marlaas.service.telemetry import Telemetry
+
+    folder = Path(settings.folder)
+    shutil.rmtree(folder / SCRATCH_FOLDER, ignore_errors=True)
+    chosen = engine_settings(settings.engines(), settings.base, is_exact=settings.exact)
+    (folder / ENGINES_FILE).write_text(json.dumps([asdict(one) for one in chosen], indent=2) + "\n")
+    engines = await stack.enter_async_context(started(chosen))
+    tokenizer = ChatTokenizer.load(chosen[0].base_folder)
+    telemetry = Telemetry(max_spans=settings.trace_spans)
+    job_logs = JobLogs(store)
+    stack.push_async_callback(job_logs.close)
+
+    def family_of(spec: JobSpec) -> Family:
+        def read_upload(digest: str) -> Awaitable[bytes]:
+            return store.call(Store.read_upload, spec.tenant, digest)
+
+        return make_family(spec.env, read_upload=read_upload, log=job_logs.of(spec))
+
+    controller = Controller(
+        store,
+        arrange(engines, settings.placement),
+        tokenizer,
+        make_family=family_of,
+        observer=telemetry,
+        on_stage=telemetry.stage_done,
+        mode=mode,
+        settings=LoopSettings(
+            max_running_jobs=settings.max_running_jobs, gap_bound=settings.gap_bound
+        ),
+    )
+    controller.tenants_changed(await store.call(Store.tenants))
+    serving = Serving(controller.placement, store, tokenizer)
+    stack.push_async_callback(serving.close)
+    watching = asyncio.create_task(
+        _watch(engines, telemetry, every_s=SERVICE_STATS_EVERY_S), name="worker stats"
+    )
+    stack.callback(watching.cancel)
+    return Parts(
+        settings=settings,
+        store=store,
+        controller=controller,
+        serving=serving,
+        telemetry=telemetry,
+        hub=Hub(store, heartbeat_s=settings.heartbeat_s, max_streams=settings.max_streams),
+        max_context=chosen[0].max_context,
+        scratch=folder / SCRATCH_FOLDER,
+    )
+
+
+def first_operator_key(store: Store) -> str:
+    """Return a new operator's key if there is none that opens anything; else nothing."""
+    if any(key.revoked_s is None for key in store.keys(OPERATOR)):
+        return ""
+    _, secret = store.add_key(OPERATOR, role=Role.OPERATOR, label="first")
+    store.audit("start", "add key", OPERATOR, {"label": "first"})
+    return secret
 
 
 # ---------------------------------------------------------------------------------------------

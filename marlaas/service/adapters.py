@@ -1,0 +1,215 @@
+"""Versions of a job's adapter: list, promote, download, alone or merged into the base.
+
+    PEFT folder ──► tar.gz ──► sent ──► deleted                              (adapter: megabytes)
+    PEFT folder ──► worker merges ──► folder ──► sent as a tar ──► deleted   (merged: the base)
+
+- Packing runs off the event loop; what is packed is measured first and refused past the limit.
+- A version that is pruned while it is packed is answered as one that is not kept.
+- Archives hold plain files with the names of the folder, and nothing of this machine: no owner, no
+  time, no path. The same version gives the same bytes.
+"""
+
+import asyncio
+import gzip
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastapi import APIRouter, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from marlaas.errors import NotFound
+from marlaas.loop.serving import find_version
+from marlaas.loop.shelf import ServedVersion
+from marlaas.service.auth import WithCaller
+from marlaas.service.limits import check_archive
+from marlaas.service.parts import Parts, WithParts
+from marlaas.service.places import JobName, VersionName
+from marlaas.service.wire import Responses, VersionInfo, VersionList
+from marlaas.store.db import Store
+from marlaas.types import TenantId
+
+router = APIRouter(tags=["adapters"])
+
+PIECE_BYTES = 1 << 20
+
+
+@router.get("/v1/jobs/{job}/versions")
+async def list_versions(caller: WithCaller, parts: WithParts, job: JobName) -> VersionList:
+    """List every version of a job, oldest first, and what is kept of it."""
+    return await parts.store.call(_versions, caller.tenant_id, job)
+
+
+def _versions(store: Store, tenant_id: TenantId, job: str) -> VersionList:
+    store.job(tenant_id, job)
+    rows = store.versions(tenant_id, job)
+    named = {word: _named(store, tenant_id, job, word) for word in ("latest", "best", "promoted")}
+    return VersionList(versions=[VersionInfo.of(row, named) for row in rows])
+
+
+def _named(store: Store, tenant_id: TenantId, job: str, word: str) -> int | None:
+    try:
+        served = find_version(store, tenant_id, f"{job}@{word}")
+    except NotFound:
+        return None
+    return served.version if served else None
+
+
+@router.post("/v1/jobs/{job}/versions/{version}/promote")
+async def promote(
+    caller: WithCaller, parts: WithParts, job: JobName, version: VersionName
+) -> VersionInfo:
+    """Make a version the one that `JOB@promoted` means. It is kept until another one is promoted:
+    promoting an older one again is how to roll back."""
+    return await parts.store.call(_promote, caller.tenant_id, job, version)
+
+
+def _promote(store: Store, tenant_id: TenantId, job: str, version: str) -> VersionInfo:
+    served = find_version(store, tenant_id, f"{job}@{version}")
+    assert served is not None, "a name with @ is no base"
+    store.promote(tenant_id, job, served.version)
+    listed = _versions(store, tenant_id, job).versions
+    return next(row for row in listed if row.version == served.version)
+
+
+# ---------------------------------------------------------------------------------------------
+# Downloads
+
+_GZIP_ANSWER: Responses = {200: {"description": "A tar.gz", "content": {"application/gzip": {}}}}
+_TAR_ANSWER: Responses = {200: {"description": "A tar", "content": {"application/x-tar": {}}}}
+
+
+class Download(StreamingResponse):
+    """Sends what lies in a scratch folder, and deletes the folder however that ends."""
+
+    def __init__(
+        self, scratch: Path, pieces: Iterator[bytes], *, size_bytes: int, filename: str
+    ) -> None:
+        media_type = "application/gzip" if filename.endswith(".gz") else "application/x-tar"
+        headers = {
+            "Content-Length": str(size_bytes),
+            "Content-Disposition": f'attachment; filename="{filename}"',
+        }
+        super().__init__(pieces, media_type=media_type, headers=headers)
+        self._scratch = scratch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await _delete(self._scratch)
+
+
+@router.get(
+    "/v1/jobs/{job}/versions/{version}/adapter",
+    response_class=StreamingResponse,
+    responses=_GZIP_ANSWER,
+)
+async def download_adapter(
+    caller: WithCaller, parts: WithParts, job: JobName, version: VersionName
+) -> Response:
+    """Download a version as a tar.gz of a folder that PEFT loads."""
+    served = await _find(parts, caller.tenant_id, job, version)
+    scratch = await asyncio.to_thread(_make_scratch, parts.scratch)
+    archive = scratch / "adapter.tar.gz"
+    try:
+        await asyncio.to_thread(_pack, served, archive, parts.settings.max_archive_bytes)
+    except BaseException:
+        await _delete(scratch)
+        raise
+    return Download(
+        scratch,
+        _read(archive),
+        size_bytes=archive.stat().st_size,
+        filename=f"{job}-v{served.version}.tar.gz",
+    )
+
+
+@router.get(
+    "/v1/jobs/{job}/versions/{version}/merged",
+    response_class=StreamingResponse,
+    responses=_TAR_ANSWER,
+)
+async def download_merged(
+    caller: WithCaller, parts: WithParts, job: JobName, version: VersionName
+) -> Response:
+    """Download the base with a version merged into it, as a tar of a Hugging Face folder."""
+    served = await _find(parts, caller.tenant_id, job, version)
+    scratch = await asyncio.to_thread(_make_scratch, parts.scratch)
+    model = scratch / "model"
+    try:
+        await parts.serving.merge(caller.tenant_id, f"{job}@{served.version}", model)
+        check_archive("the merged model", _size_bytes(model), parts.settings.max_archive_bytes)
+    except BaseException:
+        await _delete(scratch)
+        raise
+    return Download(
+        scratch,
+        _tar_pieces(model),
+        size_bytes=_tar_bytes(model),
+        filename=f"{job}-v{served.version}.tar",
+    )
+
+
+async def _find(parts: Parts, tenant_id: TenantId, job: str, version: str) -> ServedVersion:
+    served = await parts.store.call(find_version, tenant_id, f"{job}@{version}")
+    assert served is not None, "a name with @ is no base"
+    return served
+
+
+def _make_scratch(root: Path) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(dir=root))
+
+
+async def _delete(scratch: Path) -> None:
+    # Also when the request was cancelled: the thread goes on, whoever stops waiting for it.
+    await asyncio.shield(asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True))
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _pack(served: ServedVersion, archive: Path, limit: int) -> None:
+    """Write a version's folder as a tar.gz.
+
+    Raises:
+        NotFound: the version was pruned meanwhile.
+        TooLarge: it is over the limit.
+    """
+    folder = Path(served.folder)
+    try:
+        check_archive("the adapter", _size_bytes(folder), limit)
+        # No time and no name in the header: the same version gives the same bytes.
+        with archive.open("wb") as file, gzip.GzipFile("", "wb", 1, file, mtime=0) as packed:
+            for piece in _tar_pieces(folder):
+                packed.write(piece)
+    except FileNotFoundError:
+        raise NotFound(f"version {served.version} of job {served.job!r} is not kept") from None
+
+
+def _tar_pieces(folder: Path) -> Iterator[bytes]:
+    """Yield a tar of a folder of plain files piece by piece."""
+    for path in sorted(folder.iterdir()):
+        member = tarfile.TarInfo(path.name)
+        member.size = path.stat().st_size
+        yield member.tobuf(tarfile.USTAR_FORMAT)
+        yield from _read(path)
+        yield b"\0" * (-member.size % tarfile.BLOCKSIZE)
+    yield b"\0" * (2 * tarfile.BLOCKSIZE)
+
+
+def _tar_bytes(folder: Path) -> int:
+    """Return how long the tar of a folder is."""
+    blocks = [-(-path.stat().st_size // tarfile.BLOCKSIZE) + 1 for path in folder.iterdir()]
+    return (sum(blocks) + 2) * tarfile.BLOCKSIZE
+
+
+def _read(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece

@@ -1,0 +1,204 @@
+"""The service's HTTP side, put together: routes, one door, one table of errors.
+
+    request ─► RequestLog ─► BodyLimit ─► route ─► key ─► well-formed body ─► handler ─► answer
+                                                                    │ MarlaasError
+                                                                    ▼
+                                       status and stable code from `STATUS`, in one shape
+
+- A route that is added to one of the routers below goes through the door; only health and the
+  documents are open.
+- Another surface (`/api/v1/...`) brings a router of its own and is added in `make_app`.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from math import ceil
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from marlaas import __version__
+from marlaas.config import ServeSettings
+from marlaas.errors import (
+    CapacityExceeded,
+    Conflict,
+    EnvironmentFailure,
+    Forbidden,
+    InvalidRequest,
+    MarlaasError,
+    NotFound,
+    PolicyDiverged,
+    QuotaExceeded,
+    StoreUnavailable,
+    TooLarge,
+    Unauthorized,
+    WorkerLost,
+)
+from marlaas.service import adapters, jobs, operating, records, sampling, tenants, uploads
+from marlaas.service.auth import authenticated
+from marlaas.service.limits import BodyLimit, well_formed
+from marlaas.service.logs import RequestLog
+from marlaas.service.parts import Parts
+from marlaas.service.wire import ErrorAnswer, Problem, Responses
+
+STATUS: Mapping[type[MarlaasError], int] = {
+    InvalidRequest: 422,
+    Unauthorized: 401,
+    Forbidden: 403,
+    NotFound: 404,
+    Conflict: 409,
+    QuotaExceeded: 429,
+    CapacityExceeded: 503,
+    TooLarge: 413,
+    EnvironmentFailure: 503,
+    WorkerLost: 503,
+    StoreUnavailable: 503,
+    PolicyDiverged: 409,
+    MarlaasError: 500,
+}
+"""What an error is over HTTP. An error that is not named has the status of its nearest ancestor."""
+
+RETRY_AFTER_S = 5
+"""What a caller is told to wait where something of ours went away for a while."""
+
+_CODES: Mapping[int, str] = {
+    404: NotFound.code,
+    405: "method_not_allowed",
+    413: TooLarge.code,
+}
+"""Codes of what the web framework refuses by itself; anything else is an invalid request."""
+
+_WORDS: Mapping[int, str] = {
+    401: "No key, or none that is good",
+    403: "The key is for another role",
+    404: "No such thing, or another tenant's",
+    409: "It is in a state that forbids this",
+    413: "Larger than the operator allows",
+    422: "Cannot be honoured as written",
+    429: "Over a limit of the tenant; see Retry-After",
+    503: "Not now; see Retry-After",
+}
+_ERRORS: Responses = {
+    status: {"model": ErrorAnswer, "description": words} for status, words in _WORDS.items()
+}
+
+DESCRIPTION = (
+    "Many tenants improve one language model by reinforcement learning, each with an adapter of "
+    "its own. `docs/api.md` has an example for every surface, `docs/jobs.md` what a job may say."
+)
+
+
+def make_app(parts: Parts) -> FastAPI:
+    """Return the application over `parts`; nothing runs yet."""
+    app = FastAPI(
+        title="MARLaaS",
+        version=__version__,
+        description=DESCRIPTION,
+        lifespan=_lifespan,
+        redoc_url=None,
+        generate_unique_id_function=_operation_id,
+        responses={422: _ERRORS[422], 503: _ERRORS[503]},
+    )
+    app.state.parts = parts
+    app.include_router(operating.open_routes)
+    door = [Depends(authenticated), Depends(well_formed)]
+    for surface in (jobs, records, adapters, sampling, tenants, operating):
+        app.include_router(surface.router, dependencies=door, responses=_ERRORS)
+    app.include_router(tenants.operators, dependencies=door, responses=_ERRORS)
+    # Their bodies are files, which are judged by what they are.
+    app.include_router(uploads.router, dependencies=[Depends(authenticated)], responses=_ERRORS)
+    app.add_exception_handler(MarlaasError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_refused)
+    app.add_middleware(BodyLimit, limit_of=_limits(parts.settings))
+    app.add_middleware(RequestLog, telemetry=parts.telemetry)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    parts: Parts = app.state.parts
+    parts.hub.start()
+    yield
+    parts.hub.close()
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name
+
+
+def _limits(settings: ServeSettings) -> Callable[[str], int]:
+    """Return how large a body may be, by path."""
+
+    def limit_of(path: str) -> int:
+        is_upload = path.startswith("/v1/prompts/")
+        return settings.max_upload_bytes if is_upload else settings.max_body_bytes
+
+    return limit_of
+
+
+# ---------------------------------------------------------------------------------------------
+# Errors
+
+
+def status_of(error: MarlaasError) -> int:
+    """Return the HTTP status of an error."""
+    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+
+
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, MarlaasError)
+    status = status_of(error)
+    headers: dict[str, str] = {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, QuotaExceeded):
+        headers["Retry-After"] = str(max(1, ceil(error.retry_after_s)))
+    elif status == 503:
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    problems = list(error.problems) if isinstance(error, InvalidRequest) else []
+    return _answer(request, status, error.code, str(error), problems, headers)
+
+
+async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
+    """Word what the schemas refuse as our own readers do, without repeating what was sent."""
+    assert isinstance(error, RequestValidationError)
+    problems = [_worded(fault) for fault in error.errors()]
+    return _answer(request, 422, InvalidRequest.code, "\n".join(problems), problems)
+
+
+def _worded(fault: Mapping[str, Any]) -> str:
+    kind, *path = fault["loc"]
+    inner = ".".join(str(key) for key in path)
+    place = f"{kind}.{inner}" if kind == "body" and inner else inner or str(kind)
+    return f"{place}: {fault['msg'][:300]}"
+
+
+async def _on_refused(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    status = 422 if error.status_code == 400 else error.status_code
+    code = _CODES.get(error.status_code, InvalidRequest.code)
+    headers = dict(error.headers or {})
+    return _answer(request, status, code, str(error.detail), [], headers)
+
+
+def _answer(
+    request: Request,
+    status: int,
+    code: str,
+    message: str,
+    problems: list[str],
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    problem = Problem(
+        code=code,
+        message=message,
+        problems=problems,
+        request_id=getattr(request.state, "request_id", ""),
+    )
+    body = ErrorAnswer(error=problem).model_dump()
+    return JSONResponse(body, status, headers=dict(headers or {}))

@@ -1,0 +1,116 @@
+"""How the service does: health for load balancers, metrics for Prometheus, workers and a trace for
+whoever wants to know where the time goes."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from marlaas import runtime
+from marlaas.service.auth import WithOperator
+from marlaas.service.parts import Parts, WithParts
+from marlaas.service.telemetry import Trace, gauge
+from marlaas.service.wire import Health, NoticeInfo, WorkerInfo, WorkersInfo
+from marlaas.store.db import Store
+from marlaas.types import JobState, TenantId
+
+open_routes = APIRouter(tags=["health"])
+router = APIRouter(tags=["operating"])
+
+READY_TIMEOUT_S = 2.0
+"""A store that does not answer for so long is not ready."""
+
+_NOBODY = TenantId("-")
+"""No tenant has this name: asking for its events costs the least."""
+
+
+@open_routes.get("/healthz")
+async def healthz() -> Health:
+    """Say that the process answers. A supervisor restarts one that does not."""
+    return Health(status="ok")
+
+
+@open_routes.get("/readyz", responses={503: {"model": Health, "description": "Not ready"}})
+async def readyz(parts: WithParts, response: Response) -> Health:
+    """Say whether requests are welcome: the store answers, a worker lives, nothing is draining."""
+    problems = []
+    if parts.draining.is_set():
+        problems.append("the service is ending")
+    if not await _store_answers(parts):
+        problems.append("the store does not answer")
+    if not parts.controller.placement.alive:
+        problems.append("no engine worker is left")
+    response.status_code = 503 if problems else 200
+    return Health(status="unavailable" if problems else "ok", problems=problems)
+
+
+async def _store_answers(parts: Parts) -> bool:
+    # A call that is given up goes on in the store's thread, so it is not waited for by cancelling.
+    asking = asyncio.ensure_future(parts.store.call(Store.last_event, _NOBODY))
+    done, _ = await asyncio.wait([asking], timeout=READY_TIMEOUT_S)
+    if not done:
+        asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+    return bool(done) and asking.exception() is None
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(operator: WithOperator, parts: WithParts) -> Response:
+    """Everything that is counted, in Prometheus' text format."""
+    streams = {"sse": parts.hub.num_streams}
+    gauges = [
+        gauge("marlaas_jobs", "Jobs of all tenants", "state", await parts.store.call(_job_counts)),
+        gauge("marlaas_streams", "Event streams that are open", "kind", streams),
+        gauge("marlaas_loop_lag_seconds", "How late the event loop came last", "of", _lag(parts)),
+    ]
+    content = await asyncio.to_thread(parts.telemetry.exposition, gauges)
+    return Response(content, media_type=CONTENT_TYPE_LATEST)
+
+
+def _job_counts(store: Store) -> Mapping[str, int]:
+    counts: Counter[str] = Counter({state.value: 0 for state in JobState})
+    for tenant in store.tenants():
+        for state, number in store.job_counts(tenant.tenant_id).items():
+            counts[state.value] += number
+    return counts
+
+
+def _lag(parts: Parts) -> Mapping[str, float]:
+    return {"server": parts.controller.lag_s}
+
+
+@router.get("/v1/workers")
+async def workers(operator: WithOperator, parts: WithParts) -> WorkersInfo:
+    """Where the time of the machine goes, and what stands still."""
+    return WorkersInfo(
+        base=parts.settings.base,
+        workers=[WorkerInfo.of(stats) for stats in parts.telemetry.workers],
+        loop_lag_s=parts.controller.lag_s,
+        server_cpu_s=runtime.cpu_s(),
+        server_rss_bytes=runtime.rss_bytes(),
+        sandbox_cpu_s=await parts.store.call(_sandbox_cpu_s),
+        num_streams=parts.hub.num_streams,
+        notices=[NoticeInfo.of(notice) for notice in parts.telemetry.notices],
+    )
+
+
+def _sandbox_cpu_s(store: Store) -> float:
+    return sum(store.usage(tenant.tenant_id).sandbox_cpu_s for tenant in store.tenants())
+
+
+@router.get(
+    "/v1/trace", response_class=Response, responses={200: {"content": {"application/json": {}}}}
+)
+async def trace(
+    operator: WithOperator,
+    parts: WithParts,
+    seconds: Annotated[
+        float, Query(gt=0, le=3600, description="How far back the trace goes.")
+    ] = 10.0,
+) -> Response:
+    """Stages of the loop by worker and job, and requests, for ui.perfetto.dev."""
+    spans = parts.telemetry.trace.last(seconds)  # here, where spans are added
+    content = await asyncio.to_thread(Trace.document, spans)
+    return Response(content, media_type="application/json")

@@ -1,0 +1,331 @@
+"""Adapters, uploads, completions, health, metrics, trace and logs over HTTP."""
+
+import io
+import json
+import logging
+import re
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from marlaas.errors import MarlaasError
+from marlaas.loop.jobspec import ONE_JOB_KNOBS, describe_job, read_job
+from marlaas.service.app import STATUS, status_of
+from marlaas.service.logs import JsonFormatter, mask
+from marlaas.service.telemetry import MAX_TENANTS, Telemetry
+from marlaas.service.wire import JobBody
+from marlaas.types import TenantId
+from tests.service.bench import SETTINGS, SUMS, Bench, bench
+
+pytestmark = pytest.mark.asyncio
+
+
+def names_in(answer: httpx.Response, mode: str) -> list[str]:
+    """Return the names in an archive, which must hold plain files of nobody."""
+    with tarfile.open(fileobj=io.BytesIO(answer.content), mode=mode) as tar:
+        members = tar.getmembers()
+    assert all(one.isreg() and one.uid == 0 and not one.uname for one in members)
+    return [one.name for one in members]
+
+
+async def trained(service: Bench) -> None:
+    await service.submit()
+    await service.ended("sums")
+
+
+# ---------------------------------------------------------------------------------------------
+# Adapters
+
+
+async def test_a_version_is_downloaded_alone_and_merged(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        await trained(service)
+        base = "/v1/jobs/sums/versions"
+        adapter = await service.call("GET", f"{base}/latest/adapter")
+        assert (adapter.status_code, names_in(adapter, "r:gz")) == (200, ["adapter"])
+        assert 'filename="sums-v3.tar.gz"' in adapter.headers["content-disposition"]
+        again = await service.call("GET", f"{base}/3/adapter")
+        assert again.content == adapter.content
+        merged = await service.call("GET", f"{base}/3/merged")
+        assert names_in(merged, "r:") == ["config.json", "model.safetensors"]
+        assert int(merged.headers["content-length"]) == len(merged.content)
+        assert list(service.parts.scratch.iterdir()) == []
+        for version in ("99", "promoted", "newest", "..%2f..%2fetc", "-1"):
+            missing = await service.call("GET", f"{base}/{version}/adapter")
+            assert missing.status_code == 404, version
+
+
+async def test_an_archive_over_the_limit_is_refused(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, max_archive_bytes=10)
+    async with bench(tmp_path, settings=settings) as service:
+        await trained(service)
+        for kind in ("adapter", "merged"):
+            answer = await service.call("GET", f"/v1/jobs/sums/versions/3/{kind}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+        assert list(service.parts.scratch.iterdir()) == []
+
+
+async def test_a_version_is_promoted_and_an_older_one_again(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        await trained(service)
+        for version in (3, 2):
+            path = f"/v1/jobs/sums/versions/{version}/promote"
+            assert (await service.call("POST", path)).json()["is_promoted"]
+            rows = (await service.get("/v1/jobs/sums/versions"))["versions"]
+            assert [row["version"] for row in rows if row["is_promoted"]] == [version]
+        assert (await service.get("/v1/jobs/sums"))["promoted"] == 2
+        assert [row["version"] for row in rows if row["is_latest"]] == [3]
+        assert sum(row["is_best"] for row in rows) == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Uploads
+
+GOOD = b'{"prompt": "2+2", "answer": 4}\n{"messages": [{"role": "user", "content": "hi"}]}\n'
+
+
+async def test_prompts_are_kept_by_content_and_found_by_name(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        put = await service.call("PUT", "/v1/prompts/p1", content=GOOD)
+        assert (put.status_code, put.json()["num_lines"]) == (200, 2)
+        other = await service.call("PUT", "/v1/prompts/p2", content=GOOD)
+        assert other.json()["digest"] == put.json()["digest"]
+        rows = (await service.get("/v1/uploads"))["uploads"]
+        assert [row["name"] for row in rows] == ["p1", "p2"]
+        assert (await service.call("DELETE", "/v1/prompts/p1")).status_code == 204
+        assert (await service.call("DELETE", "/v1/prompts/p1")).status_code == 404
+        assert (await service.call("DELETE", "/v1/environments/p2")).status_code == 404
+
+
+async def test_faulty_uploads_are_refused_with_every_fault(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        faulty = GOOD + b'{"answer": 4}\n\xff\n'
+        answer = await service.call("PUT", "/v1/prompts/p1", content=faulty)
+        assert (answer.status_code, len(answer.json()["error"]["problems"])) == (422, 2)
+        answer = await service.call("PUT", "/v1/environments/e1", content=b"x = 1\n")
+        assert answer.status_code == 422
+        for name in ("..", ".hidden", "a%00b", "x" * 200):
+            answer = await service.call("PUT", f"/v1/prompts/{name}", content=GOOD)
+            assert answer.status_code in (404, 405, 422), name
+        assert (await service.get("/v1/uploads"))["uploads"] == []
+
+
+async def test_an_upload_that_does_not_fit_the_storage_is_refused(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        change = {"quotas": {"stored_bytes": 100}}
+        await service.call("PATCH", "/v1/tenants/acme", who="operator", json=change)
+        assert (await service.call("PUT", "/v1/prompts/p1", content=GOOD)).status_code == 200
+        assert (await service.call("PUT", "/v1/prompts/p2", content=GOOD * 2)).status_code == 429
+
+
+async def test_a_job_names_uploads_by_digest_so_later_ones_change_nothing(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        env = {"family": "custom", "prompts": "p1", "environment": "e1"}
+        missing = await service.call("POST", "/v1/jobs", json={**SUMS, "env": env})
+        assert len(missing.json()["error"]["problems"]) == 2
+        prompts = (await service.call("PUT", "/v1/prompts/p1", content=GOOD)).json()
+        source = b"def reward(prompt, reply):\n    return 1.0\n"
+        environment = (await service.call("PUT", "/v1/environments/e1", content=source)).json()
+        job = await service.submit(env=env)
+        assert job["spec"]["env"]["prompts"] == prompts["digest"]
+        assert job["spec"]["env"]["environment"] == environment["digest"]
+        await service.call("PUT", "/v1/prompts/p1", content=GOOD * 2)
+        again = await service.get("/v1/jobs/sums")
+        assert again["spec"]["env"] == job["spec"]["env"]
+
+
+# ---------------------------------------------------------------------------------------------
+# Completions
+
+
+async def test_the_base_and_any_version_complete_and_are_charged(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        await trained(service)
+        messages = [{"role": "user", "content": "say y"}]
+        for model in ("base", "sums", "sums@2", "sums@best", "sums@latest"):
+            body = {"model": model, "messages": messages, "max_tokens": 4, "n": 2, "seed": 7}
+            answer = await service.call("POST", "/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            reply = answer.json()
+            assert [choice["index"] for choice in reply["choices"]] == [0, 1]
+            assert reply["choices"][0]["finish_reason"] in ("stop", "length")
+            counts = reply["usage"]
+            assert counts["total_tokens"] == counts["prompt_tokens"] + counts["completion_tokens"]
+            again = await service.call("POST", "/v1/chat/completions", json=body)
+            assert again.json()["choices"] == reply["choices"]
+        text = {"model": "base", "prompt": "abc", "max_tokens": 3}
+        answer = await service.call("POST", "/v1/completions", json=text)
+        assert "text" in answer.json()["choices"][0]
+        usage = await service.get("/v1/usage")
+        assert usage["total"]["served_tokens"] > 0
+        assert set(usage["by_job"]) == {"", "sums"}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "code"),
+    [
+        ({"stream": True}, 422, "unsupported_feature"),
+        ({"logprobs": True}, 422, "invalid_request"),
+        ({"temperature": -1}, 422, "invalid_request"),
+        ({"messages": []}, 422, "invalid_request"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, 422, "invalid_request"),
+        ({"model": "none"}, 404, "not_found"),
+        ({"model": "a@b@c"}, 422, "invalid_request"),
+    ],
+)
+async def test_what_cannot_be_sampled_is_refused(
+    tmp_path: Path, change: dict, status: int, code: str
+) -> None:
+    async with bench(tmp_path) as service:
+        body = {"model": "base", "messages": [{"role": "user", "content": "hi"}], **change}
+        answer = await service.call("POST", "/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+# ---------------------------------------------------------------------------------------------
+# Watching
+
+
+async def test_metrics_count_stages_tenants_and_requests(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        await trained(service)
+        service.parts.telemetry.workers_seen([await service.workers[0].stats()])
+        text = (await service.call("GET", "/metrics", who="operator")).text
+        for line in (
+            'marlaas_steps_total{outcome="updated",tenant="acme"}',
+            'marlaas_jobs{state="done"} 1.0',
+            'marlaas_stage_seconds_count{stage="train",tenant="acme"} 3.0',
+            'marlaas_worker_busy_seconds_total{kind="train",worker="worker-0"}',
+            'marlaas_http_requests_total{method="GET",route="/v1/jobs/{job}",status="200"}',
+            'marlaas_tokens_total{stage="sampled",tenant="acme"}',
+        ):
+            assert line in text, line
+        assert 'route="/v1/jobs/sums"' not in text
+
+
+async def test_label_values_are_bounded() -> None:
+    telemetry = Telemetry()
+    labels = {telemetry.tenant_label(f"tenant-{number}") for number in range(3 * MAX_TENANTS)}
+    assert len(labels) == MAX_TENANTS + 1
+
+
+async def test_the_trace_opens_in_perfetto(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        await trained(service)
+        trace = await service.get("/v1/trace?seconds=60", who="operator")
+        events = trace["traceEvents"]
+        spans = [event for event in events if event["ph"] == "X"]
+        assert {"train", "publish", "rollout"} <= {span["name"] for span in spans}
+        assert all(span["dur"] > 0 and {"ts", "pid", "tid"} <= span.keys() for span in spans)
+        rows = {event["args"]["name"] for event in events if event["ph"] == "M"}
+        assert {"worker-0", "server", "acme/sums train"} <= rows
+
+
+async def test_workers_and_health_say_how_it_is(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        service.parts.telemetry.workers_seen([await service.workers[0].stats()])
+        machine = await service.get("/v1/workers", who="operator")
+        assert (machine["base"], machine["workers"][0]["name"]) == ("tiny", "worker-0")
+        assert (await service.http.get("/readyz")).json() == {"status": "ok", "problems": []}
+        service.parts.draining.set()
+        draining = await service.http.get("/readyz")
+        assert (draining.status_code, draining.json()["problems"]) == (
+            503,
+            ["the service is ending"],
+        )
+        assert (await service.http.get("/healthz")).status_code == 200
+
+
+async def test_a_request_leaves_one_line_without_what_it_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with bench(tmp_path) as service:
+        await service.submit(name="quiet")
+        private = {**SUMS, "name": "other", "env": {"family": "math", "kind": "private words"}}
+        await service.call("POST", "/v1/jobs", json=private, headers={"X-Request-Id": "mine-1"})
+        await service.call("GET", "/v1/jobs/quiet?tenant=acme")
+        keys = list(service.keys.values())
+    lines = [
+        json.loads(JsonFormatter().format(record))
+        for record in caplog.records
+        if record.name == "marlaas.service.logs"
+    ]
+    last = lines[-1]
+    assert (last["route"], last["status"], last["tenant"]) == ("/v1/jobs/{job}", 200, "acme")
+    assert (last["job"], last["method"]) == ("quiet", "GET")
+    assert last["duration_s"] > 0
+    everything = json.dumps(lines)
+    assert not any(key in everything for key in keys)
+    assert "private words" not in everything
+    assert "tenant=acme" not in everything
+
+
+async def test_keys_and_passwords_are_masked_wherever_they_turn_up() -> None:
+    text = f"GET /?key=tml-{'x' * 43} postgresql://me:word@host/db"
+    assert mask(text) == "GET /?key=*** postgresql://***@host/db"
+
+
+async def test_a_fault_of_ours_is_answered_and_logged_without_its_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(tmp_path) as service:
+
+        async def broken() -> None:
+            raise ValueError("private words")
+
+        service.app.add_api_route("/broken", broken)
+        answer = await service.http.get("/broken")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
+    record = next(record for record in caplog.records if record.levelname == "ERROR")
+    line = JsonFormatter().format(record)
+    assert '"error": "ValueError"' in line
+    assert "broken" in line
+    assert "private words" not in line
+
+
+# ---------------------------------------------------------------------------------------------
+# The document
+
+
+async def test_every_error_has_a_status() -> None:
+    def subclasses(kind: type) -> set[type]:
+        return {kind}.union(*(subclasses(inner) for inner in kind.__subclasses__()))
+
+    ours = {kind for kind in subclasses(MarlaasError) if kind.__module__ == "marlaas.errors"}
+    unnamed = {kind for kind in ours if kind.__mro__[1] is MarlaasError} - STATUS.keys()
+    assert {kind.__name__ for kind in unnamed} <= {"Unreachable"}
+    assert status_of(MarlaasError("x")) == 500
+
+
+async def test_the_document_says_what_every_route_takes_and_gives(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        document = (await service.http.get("/openapi.json")).json()
+    assert document["components"]["securitySchemes"].keys() == {"ApiKey", "Bearer"}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            where = f"{method} {path}"
+            assert operation.get("description") or operation.get("summary"), where
+            answers = operation["responses"]
+            assert any(status.startswith("2") for status in answers), where
+            if path.startswith("/v1") or path == "/metrics":
+                assert operation["security"], where
+                assert {"401", "403", "404", "409", "413", "422", "429", "503"} <= answers.keys()
+                shape = answers["404"]["content"]["application/json"]["schema"]["$ref"]
+                assert shape.endswith("/ErrorAnswer"), where
+            if method in ("post", "put", "patch") and not re.search(
+                "/(pause|resume|cancel|promote)$", path
+            ):
+                assert operation["requestBody"]["content"], where
+
+
+async def test_the_document_lists_the_knobs_that_a_job_has() -> None:
+    assert set(JobBody.model_fields) == set(ONE_JOB_KNOBS)
+    body = {"name": "x", "env": {"family": "math"}}
+    defaults = describe_job(read_job(body, tenant=TenantId("acme")))
+    for name, field in JobBody.model_fields.items():
+        if name not in ("name", "env", "algorithm", "latency", "fork"):
+            assert field.default == defaults[name], name
