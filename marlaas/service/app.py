@@ -52,7 +52,7 @@ STATUS: Mapping[type[MarlaasError], int] = {
     NotFound: 404,
     Conflict: 409,
     QuotaExceeded: 429,
-    CapacityExceeded: 503,
+    CapacityExceeded: 422,
     TooLarge: 413,
     EnvironmentFailure: 503,
     WorkerLost: 503,

@@ -26,7 +26,7 @@ from itertools import islice
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from marlaas.errors import CapacityExceeded
+from marlaas.errors import QuotaExceeded
 from marlaas.service.wire import EventInfo
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
@@ -38,6 +38,9 @@ RING_EVENTS = 512
 """Newest events of a tenant kept encoded: what a stream that was away for seconds needs."""
 
 PAGE_EVENTS = 200
+
+FULL_RETRY_S = 10.0
+"""When there may be room for another stream."""
 
 RETRY_MS = 2000
 """How long a client waits before it comes back; the first line of a stream says so."""
@@ -179,10 +182,12 @@ class Hub:
         """Return a new stream; without `after` it begins with what comes next.
 
         Raises:
-            CapacityExceeded: too many are open, or the service ends.
+            QuotaExceeded: too many are open, or the service ends.
         """
         if self._is_closed or self.num_streams >= self._max_streams:
-            raise CapacityExceeded(f"{self.num_streams} event streams are open, the most allowed")
+            raise QuotaExceeded(
+                f"{self.num_streams} event streams are open, as many as there may be", FULL_RETRY_S
+            )
         stream = Stream(tenant_id, key_id, job)
         newest = await self._store.call(Store.last_event, tenant_id)
         stream.cursor = newest if after is None else min(after, newest)

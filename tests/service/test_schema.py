@@ -26,7 +26,7 @@ CHECKS = [not_a_server_error, *schemathesis.checks.CHECKS.get_by_names(
 )]  # fmt: skip
 
 BUDGET_S = 60.0
-NUM_EXAMPLES = 40
+NUM_EXAMPLES = 20
 REAL = {"job": "sums", "version": "latest", "tenant": "acme", "name": "p1", "index": 0}
 """What there is: half of the requests name it, or few would come past the first look-up."""
 

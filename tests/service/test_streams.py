@@ -198,7 +198,7 @@ async def test_too_many_streams_are_refused(tmp_path: Path) -> None:
     ):
         headers = {**service.headers(), "Accept": "text/event-stream"}
         refused = await http.get("/v1/events", headers=headers)
-        assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+        assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
 
 
 async def test_a_wrong_last_event_is_refused(tmp_path: Path) -> None:
