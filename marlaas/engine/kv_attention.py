@@ -71,6 +71,27 @@ class PrefillContext:
         return out_NHE
 
 
+class _ClassViews:
+    """One class as decode attention sees it, for as long as it has this many rows."""
+
+    def __init__(self, home: SlabClass) -> None:
+        num_layers, _, num_rows, num_heads, capacity, width = home.kv.shape
+        device = home.kv.device
+        self.stores = home.kv.view(num_layers, -1, width).unbind()
+        """Per layer, the keys and values of all rows, heads and positions, one after another."""
+        place_2RG = torch.arange(2 * num_rows * num_heads, device=device).view(2, num_rows, -1)
+        self.start_2RG = place_2RG * capacity
+        """Where in a layer's store each row and head begins."""
+        self.position_C = torch.arange(capacity, device=device)
+        self.visible, self.hidden = home.kv.new_tensor([0.0, -torch.inf]).unbind()
+
+    @classmethod
+    def of(cls, home: SlabClass) -> "_ClassViews":
+        if not isinstance(home.views, cls):
+            home.views = cls(home)
+        return home.views
+
+
 class _DecodePart:
     """The decoding rows of one class, for as long as they stay the same."""
 
@@ -78,15 +99,9 @@ class _DecodePart:
         self.home = home
         self.own = slice(first, first + home.bounds[0])
         """Place of these rows in the pass."""
-        num_layers, _, num_rows, num_heads, capacity, width = home.kv.shape
-        device = home.kv.device
-        self.stores = home.kv.view(num_layers, -1, width).unbind()
-        """Per layer, the keys and values of all rows, heads and positions, one after another."""
-        place_2RG = torch.arange(2 * num_rows * num_heads, device=device).view(2, num_rows, -1)
-        self.start_2BG = place_2RG[:, : home.bounds[0]] * capacity
-        """Where in a layer's store each row and head begins."""
-        self.position_C = torch.arange(capacity, device=device)
-        self.visible, self.hidden = home.kv.new_tensor([0.0, -torch.inf]).unbind()
+        self._class = _ClassViews.of(home)
+        self.stores = self._class.stores
+        self.start_2BG = self._class.start_2RG[:, : home.bounds[0]]
         self.length = 0
         self.views: list[tuple[Tensor, Tensor]] = []
         """Per layer, keys and values [B, G, L, E]."""
@@ -99,8 +114,9 @@ class _DecodePart:
             self.length = length
             kv = self.home.kv[:, :, : self.home.bounds[0], :, :length]
             self.views = [tuple(layer.unbind()) for layer in kv.unbind()]  # type: ignore[misc]
-        is_past_BL = self.position_C[:length] <= position_B[:, None]
-        self.mask_B11L = torch.where(is_past_BL, self.visible, self.hidden)[:, None, None]
+        of_class = self._class
+        is_past_BL = of_class.position_C[:length] <= position_B[:, None]
+        self.mask_B11L = torch.where(is_past_BL, of_class.visible, of_class.hidden)[:, None, None]
         self.index_M = (self.start_2BG + position_B[:, None]).flatten()
 
 

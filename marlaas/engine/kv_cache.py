@@ -71,6 +71,8 @@ class SlabClass:
         self.slabs: list[Slab] = []
         self.bounds = [0, 0, 0]
         """End of the decoding, the filling and the idle rows."""
+        self.views: object = None
+        """What decode attention keeps about `kv`; it goes when `kv` does."""
 
     @property
     def num_rows(self) -> int:
@@ -83,6 +85,7 @@ class SlabClass:
         old = self.kv
         with torch.inference_mode(False):  # Slabs change inside and outside of inference mode.
             self.kv = old.new_zeros(*old.shape[:2], num_rows, *old.shape[3:])
+        self.views = None
         self.kv[:, :, :num_used] = old[:, :, :num_used]
 
     def add(self, slab: Slab) -> None:

@@ -15,6 +15,7 @@ D input width, O output width, R rank, S places in the tables.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -180,7 +181,7 @@ class TokenLayout:
         """Return one bag per slice, over the rows of its A^T."""
         bags = self._bags_a.get(width_in)
         if bags is None:
-            bags = Bags.of_slices(self._place_b, width_in, [1] * len(self._place_b))
+            bags = Bags.one_each(self._place_b, width_in)
             self._bags_a[width_in] = bags
         return bags
 
@@ -195,15 +196,27 @@ class Bags(NamedTuple):
     @classmethod
     def of_slices(cls, place_b: Tensor, num_rows: int, num_slices: Sequence[int]) -> "Bags":
         """Return bags over all `num_rows` table rows of each slice, `num_slices` to a bag."""
-        row = (place_b[:, None] * num_rows + _int32(range(num_rows))).flatten()
+        row = (place_b[:, None] * num_rows + _range(num_rows)).flatten()
         num = _int32(num_slices)
         return cls(row, (num.cumsum(0, dtype=torch.int32) - num) * num_rows)
+
+    @classmethod
+    def one_each(cls, place_b: Tensor, num_rows: int) -> "Bags":
+        """Return one bag for each slice, over all its `num_rows` table rows."""
+        row = (place_b[:, None] * num_rows + _range(num_rows)).flatten()
+        return cls(row, _range(len(place_b)) * num_rows)
 
     def weighted_sums(self, table: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of each bag's table rows times their weights."""
         return torch.embedding_bag(
             table, self.row, self.start, False, _SUM, False, weights.reshape(-1)
         )[0]
+
+
+@lru_cache(maxsize=64)
+def _range(num: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(num, dtype=torch.int32)
 
 
 def _int32(values: Sequence[int]) -> Tensor:
