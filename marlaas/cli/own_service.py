@@ -100,6 +100,7 @@ async def _started(
             say=lambda _: None,
             opened=lambda url, _: listening.set_result(url),
             until=is_over.wait,
+            stats_every_s=launch.STATS_EVERY_S,
         )
     )
     try:

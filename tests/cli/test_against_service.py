@@ -175,7 +175,7 @@ def test_the_examples_run_as_they_stand(service: Running, tmp_path: Path):
     assert "held-out success of version 2" in words
     assert (out / "adapter_model.safetensors").is_file()
     words = run_example("custom_env.py", "--steps", "2", env=env)
-    assert "Say: seven 3 ->" in words
+    assert "version 2: held-out reward" in words and "brief-sums@latest: " in words
 
 
 def run_example(name: str, *arguments: str, env: dict[str, str]) -> str:
