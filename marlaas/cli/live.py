@@ -7,7 +7,7 @@ tenants, the queue, and what stands still. Both print plain words where there is
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console, RenderableType
 from rich.console import Group as Stack
@@ -20,7 +20,7 @@ from marlaas.cli.connection import connected, console, new_table, print_json, te
 from marlaas.cli.feed import Feed
 from marlaas.client import Client
 from marlaas.client.records import JobInfo, Machine, Notice, TenantInfo
-from marlaas.types import JobState, Role, Usage
+from marlaas.types import JobState, Role, Usage, WorkerStats
 
 TOP_EVERY_S = 2.0
 PAGE_COLUMNS = 140
@@ -97,10 +97,13 @@ def top(args: argparse.Namespace) -> int:
             console().print(render_top(take_snapshot(client), client.url, PAGE_COLUMNS, 1000))
             return 0
         with Live(console=shown, auto_refresh=False, screen=True) as live:
+            before: Snapshot | None = None
             while True:
-                snapshot = take_snapshot(client)
+                now = take_snapshot(client)
                 size = shown.size
-                live.update(render_top(snapshot, client.url, size.width, size.height), refresh=True)
+                recent = now if before is None else since(before, now)
+                live.update(render_top(recent, client.url, size.width, size.height), refresh=True)
+                before = now
                 time.sleep(TOP_EVERY_S)
 
 
@@ -115,6 +118,21 @@ def take_snapshot(client: Client) -> Snapshot:
         ]
         tenants.append(TenantNow(tenant=info, jobs=jobs, today=acting.usage(days=1).today))
     return Snapshot(machine=client.machine(), tenants=tenants)
+
+
+def since(before: Snapshot, now: Snapshot) -> Snapshot:
+    """Return a snapshot whose workers' times are those between two, not those since the start."""
+    earlier = {stats.name: stats for stats in before.machine.workers}
+    workers = [_between(earlier.get(stats.name), stats) for stats in now.machine.workers]
+    return replace(now, machine=replace(now.machine, workers=workers))
+
+
+def _between(before: WorkerStats | None, now: WorkerStats) -> WorkerStats:
+    # A worker that was started anew begins at zero, and figures may be the same ones again.
+    if before is None or now.elapsed_s <= before.elapsed_s:
+        return now
+    busy_s = {kind: total - before.busy_s.get(kind, 0.0) for kind, total in now.busy_s.items()}
+    return replace(now, elapsed_s=now.elapsed_s - before.elapsed_s, busy_s=busy_s)
 
 
 def render_top(snapshot: Snapshot, url: str, width: int, height: int) -> RenderableType:

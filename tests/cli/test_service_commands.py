@@ -1,5 +1,6 @@
 """What the commands around a service say and refuse before, and beside, talking to one."""
 
+import dataclasses
 import io
 import math
 
@@ -11,7 +12,7 @@ from marlaas.cli.connection import as_json
 from marlaas.cli.jobs import job_table, log_line
 from marlaas.cli.main import main
 from marlaas.client.records import GroupInfo, JobInfo, Machine, Notice, Rollout, TenantInfo
-from marlaas.types import Event, EventKind, JobState, Message, Quotas, Usage
+from marlaas.types import Event, EventKind, JobState, Message, Quotas, Usage, WorkerStats
 from tests.cli.records import make_stats
 
 
@@ -116,12 +117,10 @@ def test_the_conversations_of_a_group_are_shown_best_first_and_as_they_are():
     assert "[bold]8" in text and "the tool took too long" in text
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (140, 50)])
-def test_top_fits_the_terminal(width, height):
-    jobs = [make_info(f"job-{n}", place=n + 1, waits_for="the machine is full") for n in range(30)]
-    machine = Machine(
+def make_machine(*workers: WorkerStats) -> Machine:
+    return Machine(
         base="tiny",
-        workers=[make_stats("engine-0", decode=50), make_stats("engine-1", train=20)],
+        workers=list(workers),
         loop_lag_s=0.004,
         server_cpu_s=10.0,
         server_rss_bytes=200_000_000,
@@ -129,6 +128,23 @@ def test_top_fits_the_terminal(width, height):
         num_streams=3,
         notices=[Notice(stage="train", tenant="t1", job="a", cause="no step", since_s=75.0)],
     )
+
+
+def test_top_shows_what_workers_did_lately_not_ever():
+    begun, later = make_stats("engine-0", decode=50.0), make_stats("engine-0", decode=51.0)
+    later = dataclasses.replace(later, elapsed_s=begun.elapsed_s + 2.0)
+    fresh = make_stats("engine-1", train=1.0)
+    before = live.Snapshot(machine=make_machine(begun), tenants=[])
+    now = live.Snapshot(machine=make_machine(later, fresh), tenants=[])
+    lately, unchanged = live.since(before, now).machine.workers
+    assert (lately.elapsed_s, lately.busy_s) == (2.0, {"decode": 1.0})
+    assert unchanged == fresh
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (140, 50)])
+def test_top_fits_the_terminal(width, height):
+    jobs = [make_info(f"job-{n}", place=n + 1, waits_for="the machine is full") for n in range(30)]
+    machine = make_machine(make_stats("engine-0", decode=50), make_stats("engine-1", train=20))
     tenants = [
         live.TenantNow(
             tenant=TenantInfo(tenant=f"t{n}", weight=1.0, quotas=Quotas(), created_s=0.0),
