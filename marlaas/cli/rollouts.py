@@ -10,12 +10,14 @@ from rich.text import Text
 
 from marlaas.cli.connection import connected, console, new_table, print_json
 from marlaas.client.records import GroupInfo, GroupRow, Rollout
+from marlaas.errors import InvalidRequest
 
 ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
 def command(args: argparse.Namespace) -> int:
     """List groups, or show the conversations of one."""
+    _check(args)
     with connected(args) as client:
         job = client.jobs.get(args.job)
         if args.show is not None:
@@ -40,6 +42,28 @@ def command(args: argparse.Namespace) -> int:
     else:
         print("No such groups.")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse flags that would do nothing.
+
+    Raises:
+        InvalidRequest: with each of them.
+    """
+    chosen = ("step", "state", "min_reward", "max_reward")
+    problems = []
+    if args.show is not None:
+        problems = [
+            f"--{name.replace('_', '-')}: chooses among groups; expected it without --show"
+            for name in chosen
+            if getattr(args, name) is not None
+        ]
+    if args.tokens and (args.show is None or not args.json):
+        problems.append("--tokens: are for programs; expected --show and --json with it")
+    if args.limit < 1:
+        problems.append(f"--limit: got {args.limit}; expected at least 1")
+    if problems:
+        raise InvalidRequest(*problems)
 
 
 def group_table(rows: list[GroupRow]) -> Table:

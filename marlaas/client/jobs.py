@@ -184,7 +184,10 @@ class Job:
         return [read(Evaluation, row) for row in self._call("GET", "/evaluations")["evaluations"]]
 
     def evaluate(self, version: VersionName = "latest") -> int:
-        """Have a version judged once more, and return its number; an event says how it did."""
+        """Have a kept version judged unless it was, and return its number.
+
+        It takes a while; an event says how the version did.
+        """
         answer = self._call("POST", "/evaluations", body={"version": version})
         return int(answer["version"])
 

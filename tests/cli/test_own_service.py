@@ -27,7 +27,7 @@ jobs:
   - {tenant: acme, name: own, env: {family: custom, environment: ./reward.py, prompts: p.jsonl}}
 """
 REWARD = "def reward(prompt, reply):\n    return float(len(reply) % 2)\n"
-PROMPTS = '{"prompt": "Say something"}\n' * 20
+PROMPTS = "".join(f'{{"prompt": "Say something about {n}"}}\n' for n in range(20))
 
 
 def start(*arguments: str) -> subprocess.Popen:
