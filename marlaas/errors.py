@@ -14,7 +14,8 @@
     |-- EnvironmentFailure    an environment or sandbox failed: typed data, never reward 0
     |-- WorkerLost            an engine process went away; its work is retried
     |-- StoreUnavailable      the database or its disk cannot take the call; nothing is half-written
-    `-- PolicyDiverged        one policy's update or gap is not to be trusted; that job is held
+    |-- PolicyDiverged        one policy's update or gap is not to be trusted; that job is held
+    `-- Unreachable           a client found no service at the address, or lost it for good
 
 A broken invariant is an `AssertionError` and ends the process; the store brings it back.
 """
@@ -139,3 +140,9 @@ class PolicyDiverged(MarlaasError):
     """Non-finite values, or a sampler-trainer gap past its bound, in one policy."""
 
     code = "policy_diverged"
+
+
+class Unreachable(MarlaasError):
+    """A client could not reach the service, or lost it and did not find it again."""
+
+    code = "unreachable"

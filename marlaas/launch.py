@@ -185,12 +185,12 @@ async def _watch(
 ) -> None:
     """Hand the workers' statistics to whoever shows them."""
     while True:
-        await asyncio.sleep(every_s)
         with suppress(WorkerLost):  # it comes back, or the loop will say that it does not
             stats = await asyncio.gather(
                 *(engine.stats() for engine in engines if not engine.lost.is_set())
             )
             observer.workers_seen(tuple(stats))
+        await asyncio.sleep(every_s)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -209,12 +209,14 @@ async def serve(
     say: Callable[[str], None] = print,
     opened: Callable[[str, str], object] | None = None,
     until: Callable[[], Coroutine[object, object, object]] | None = None,
+    stats_every_s: float = SERVICE_STATS_EVERY_S,
 ) -> None:
     """Serve until a signal: store, engines, loop and HTTP in one process; then drain and return.
 
     `say` shows a person what runs here. `opened` is told, once connections are taken, the address
     and the first operator's key, empty if there was one already; without it `say` shows the key,
-    this once. `until` takes the place of signals.
+    this once. `until` takes the place of signals. `stats_every_s` says how often workers are asked
+    where their time goes.
 
     Raises:
         InvalidRequest: base, placement, address or database cannot be had.
@@ -239,7 +241,7 @@ async def serve(
         )
         stack.push_async_callback(store.close)
         key = await store.call(first_operator_key)
-        parts = await _service_parts(settings, store, stack, mode=mode)
+        parts = await _service_parts(settings, store, stack, mode=mode, stats_every_s=stats_every_s)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         say(f"listening on {url}")
@@ -253,7 +255,12 @@ async def serve(
 
 
 async def _service_parts(
-    settings: ServeSettings, store: AsyncStore, stack: AsyncExitStack, *, mode: Mode
+    settings: ServeSettings,
+    store: AsyncStore,
+    stack: AsyncExitStack,
+    *,
+    mode: Mode,
+    stats_every_s: float,
 ) -> "Parts":
     """Start what a service consists of, to be ended with the stack."""
     from marlaas.service.joblog import JobLogs
@@ -293,7 +300,7 @@ async def _service_parts(
     serving = Serving(controller.placement, store, tokenizer)
     stack.push_async_callback(serving.close)
     watching = asyncio.create_task(
-        _watch(engines, telemetry, every_s=SERVICE_STATS_EVERY_S), name="worker stats"
+        _watch(engines, telemetry, every_s=stats_every_s), name="worker stats"
     )
     stack.callback(watching.cancel)
     return Parts(

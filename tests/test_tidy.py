@@ -38,7 +38,8 @@ def test_imports_go_downward_only_and_the_light_side_never_reaches_torch(capsys)
 
 
 def test_the_command_line_starts_without_torch():
-    modules = ["main", "run", "chat", "doctor", "report", "display", "jobfile"]
+    modules = ["main", "run", "chat", "doctor", "report", "display", "jobfile", "serve", "submit"]
+    modules += ["jobs", "live", "rollouts", "adapters", "operators", "own_service"]
     program = (
         f"import sys, {', '.join(f'marlaas.cli.{name}' for name in modules)}\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"

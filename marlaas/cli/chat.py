@@ -1,4 +1,4 @@
-"""`marlaas chat`: talk to a base model, or to an adapter on top of it.
+"""`marlaas chat`: talk to a base model, to an adapter on top of it, or to a job on a service.
 
 The conversation is kept in memory and sent whole with every turn. `/reset` begins anew, `/quit` or
 Ctrl-D ends, Ctrl-C breaks off a reply. When input is not a terminal, each line is one message.
@@ -7,42 +7,56 @@ Ctrl-D ends, Ctrl-C breaks off a reply. When input is not a terminal, each line 
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from marlaas.errors import InvalidRequest, MarlaasError
 from marlaas.types import Message, SamplingParams
 
+SENT_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+"""What a service is told of how to sample."""
 
-class Chat(Protocol):
-    """One open base or adapter, as `launch.open_chat` returns it."""
-
-    async def reply(self, messages: tuple[Message, ...], sampling: SamplingParams) -> str:
-        """Return the model's reply to a conversation."""
-        ...
-
-    async def close(self) -> None:
-        """End the worker behind it."""
-        ...
+Reply = Callable[[tuple[Message, ...]], str]
+"""Returns the model's reply to a conversation."""
 
 
 def command(args: argparse.Namespace) -> int:
     """Open the model, talk until the person has had enough, and close it."""
     sampling = make_sampling(args)
+    if args.job is None and (args.url or args.tenant):
+        raise InvalidRequest("--url, --tenant: say where a job is; expected --job with them")
+    if args.job is not None and (args.base or args.adapter):
+        raise InvalidRequest("--job: the service has its base; expected no --base or --adapter")
+    with _on_service(args, sampling) if args.job else _here(args, sampling) as reply:
+        opening = (Message("system", args.system),) if args.system else ()
+        if args.message is not None:
+            print(reply((*opening, Message("user", args.message))))
+        else:
+            converse(reply, opening, _lines())
+    return 0
+
+
+@contextmanager
+def _here(args: argparse.Namespace, sampling: SamplingParams) -> Iterator[Reply]:
+    """Load the model into a worker of this machine."""
     from marlaas import launch  # faulty flags are refused before the engines' side is loaded
 
-    opening = (Message("system", args.system),) if args.system else ()
     with asyncio.Runner() as runner:
-        chat: Chat = runner.run(launch.open_chat(args.base, args.adapter))
+        chat = runner.run(launch.open_chat(args.base or "tiny", args.adapter))
         try:
-            if args.message is not None:
-                messages = (*opening, Message("user", args.message))
-                print(runner.run(chat.reply(messages, sampling)))
-            else:
-                converse(runner.run, chat, opening, sampling, _lines())
+            yield lambda messages: runner.run(chat.reply(messages, sampling))
         finally:
             runner.run(chat.close())
-    return 0
+
+
+@contextmanager
+def _on_service(args: argparse.Namespace, sampling: SamplingParams) -> Iterator[Reply]:
+    """Ask the service that has the job."""
+    from marlaas.cli.connection import connected
+
+    options = {name: getattr(sampling, name) for name in SENT_SAMPLING}
+    with connected(args) as client:
+        yield lambda messages: client.chat(args.job, messages, **options)
 
 
 def make_sampling(args: argparse.Namespace) -> SamplingParams:
@@ -76,13 +90,7 @@ def make_sampling(args: argparse.Namespace) -> SamplingParams:
     )
 
 
-def converse(
-    wait: Callable[[Coroutine[object, object, str]], str],
-    chat: Chat,
-    opening: tuple[Message, ...],
-    sampling: SamplingParams,
-    lines: Iterator[str],
-) -> None:
+def converse(reply: Reply, opening: tuple[Message, ...], lines: Iterator[str]) -> None:
     """Answer each line; a reply that fails or is broken off leaves no trace in the conversation."""
     messages = opening
     for line in lines:
@@ -96,15 +104,15 @@ def converse(
             continue
         asked = (*messages, Message("user", line))
         try:
-            reply = wait(chat.reply(asked, sampling))
+            words = reply(asked)
         except KeyboardInterrupt:
             print("\n(broken off)")
             continue
         except MarlaasError as error:
             print(f"({error})")
             continue
-        print(reply)
-        messages = (*asked, Message("assistant", reply))
+        print(words)
+        messages = (*asked, Message("assistant", words))
 
 
 def _lines() -> Iterator[str]:

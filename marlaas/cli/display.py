@@ -37,6 +37,8 @@ from marlaas.types import (
 REFRESH_S = 0.25
 RATE_WINDOW_S = 30.0
 """Tokens a second are counted over this much of the recent past."""
+BURST_S = 0.2
+"""What is heard of within so short a time happened before, and says nothing of the pace."""
 PACE_STEPS = 8
 """The time left is judged by the pace of this many steps."""
 WIDE_COLUMNS = 116
@@ -54,7 +56,7 @@ _WORK_STYLES = {
     "other": "blue",
     "idle": "bright_black",
 }
-_STATE_STYLES = {
+STATE_STYLES = {
     JobState.QUEUED: "dim",
     JobState.RUNNING: "",
     JobState.PAUSED: "cyan",
@@ -87,7 +89,7 @@ class JobLine:
     num_tokens: int = 0
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_STEPS + 1))
     tokens_at: deque[tuple[float, int]] = field(default_factory=deque)
-    """(time, tokens sampled in a group that ended then), for the recent past."""
+    """(time, tokens sampled in what ended then: a group or a step), for the recent past."""
 
     def note_step(self, record: StepRecord, now_s: float) -> None:
         self.step = record.step
@@ -103,7 +105,11 @@ class JobLine:
         self.last_eval = record.success
 
     def note_group(self, group: Group, now_s: float) -> None:
-        num_tokens = sum(int(trajectory.loss_mask.sum()) for trajectory in group.trajectories)
+        self.note_tokens(
+            sum(int(trajectory.loss_mask.sum()) for trajectory in group.trajectories), now_s
+        )
+
+    def note_tokens(self, num_tokens: int, now_s: float) -> None:
         self.num_tokens += num_tokens
         self.tokens_at.append((now_s, num_tokens))
 
@@ -114,15 +120,17 @@ class JobLine:
         if len(self.tokens_at) < 2:
             return math.nan
         elapsed_s = now_s - self.tokens_at[0][0]
-        return (
-            sum(tokens for _, tokens in self.tokens_at) / elapsed_s if elapsed_s > 0 else math.nan
-        )
+        if elapsed_s < BURST_S:
+            return math.nan
+        return sum(tokens for _, tokens in self.tokens_at) / elapsed_s
 
     def left_s(self, now_s: float) -> float:
         """Return the seconds to the last step at the recent pace; NaN before two steps."""
         if len(self.step_times_s) < 2:
             return math.nan
         first, last = self.step_times_s[0], self.step_times_s[-1]
+        if last - first < BURST_S:
+            return math.nan
         pace_s = (last - first) / (len(self.step_times_s) - 1)
         return max(0.0, pace_s * (self.spec.steps - self.step) - (now_s - last))
 
@@ -282,7 +290,7 @@ class Board(Lines):
         parts: list[RenderableType] = [self._heading(now_s, width), Text("")]
         tail: list[RenderableType] = []
         if self.workers:
-            tail += [Text(""), *self._worker_bars(width, max(1, height // 3))]
+            tail += [Text(""), *worker_bars(self.workers, width, max(1, height // 3))]
         has_begun = any(line.state is not JobState.QUEUED for line in self.jobs.values())
         if notice := self.said or ("" if has_begun or self.workers else STARTING):
             tail.append(Text(notice, style="bold yellow"))
@@ -328,7 +336,7 @@ class Board(Lines):
         for line in lines:
             cells = self._cells(line, now_s, spark_width, is_wide)
             cells.insert(0, Text(shortened(str(line.spec.job_id), max(name_width, 8))))
-            table.add_row(*cells, style=_STATE_STYLES[line.state])
+            table.add_row(*cells, style=STATE_STYLES[line.state])
         return table
 
     def _cells(
@@ -352,27 +360,28 @@ class Board(Lines):
             )
         return cells
 
-    def _worker_bars(self, width: int, room: int) -> list[RenderableType]:
-        """Return a bar for each worker, and what the bars mean."""
-        names = max(len(stats.name) for stats in self.workers)
-        bars: list[RenderableType] = []
-        for stats in self.workers[:room]:
-            shares = shares_of_time(stats)
-            words = f" {100 * (1 - shares['idle']):>3.0f}% busy"
-            if width >= WIDE_COLUMNS:
-                words += (
-                    f"   {stats.num_decoding} decoding, {stats.num_waiting} waiting, "
-                    f"{stats.num_parked} parked   KV {count(stats.kv_tokens)} of "
-                    f"{count(stats.kv_capacity_tokens)}   {count(stats.rss_bytes)}B"
-                )
-            bar = stacked_bar(shares, max(8, width - names - 1 - max(len(words), 10)))
-            bars.append(Text(f"{stats.name:<{names}} ").append_text(bar).append(words, "dim"))
-        if len(self.workers) > room:
-            bars.append(Text(f"and {len(self.workers) - room} more workers", style="dim"))
-        legend = _legend(self.workers)
-        is_room = names + 1 + legend.cell_len <= width
-        bars.append(Text(" " * (names + 1) if is_room else "").append_text(legend))
-        return bars
+
+def worker_bars(workers: Sequence[WorkerStats], width: int, room: int) -> list[RenderableType]:
+    """Return a bar for each worker, and what the bars mean."""
+    names = max(len(stats.name) for stats in workers)
+    bars: list[RenderableType] = []
+    for stats in workers[:room]:
+        shares = shares_of_time(stats)
+        words = f" {100 * (1 - shares['idle']):>3.0f}% busy"
+        if width >= WIDE_COLUMNS:
+            words += (
+                f"   {stats.num_decoding} decoding, {stats.num_waiting} waiting, "
+                f"{stats.num_parked} parked   KV {count(stats.kv_tokens)} of "
+                f"{count(stats.kv_capacity_tokens)}   {count(stats.rss_bytes)}B"
+            )
+        bar = stacked_bar(shares, max(8, width - names - 1 - max(len(words), 10)))
+        bars.append(Text(f"{stats.name:<{names}} ").append_text(bar).append(words, "dim"))
+    if len(workers) > room:
+        bars.append(Text(f"and {len(workers) - room} more workers", style="dim"))
+    legend = _legend(workers)
+    is_room = names + 1 + legend.cell_len <= width
+    bars.append(Text(" " * (names + 1) if is_room else "").append_text(legend))
+    return bars
 
 
 def _states(lines: Iterable[JobLine]) -> str:

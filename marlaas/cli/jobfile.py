@@ -5,7 +5,8 @@ a date is text, and `1e-3` is a number. A key that is given twice is a fault, no
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,35 @@ MAX_FILE_VALUES = 100_000
 """Bounds what aliases can unfold a small file into."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A job file as plain values, the line of every value, and faults that did not stop it."""
+
+    values: Any
+    lines: Mapping[Trail, int]
+    problems: Sequence[str]
+
+
 def load_jobs(path: Path, *, context_of: Callable[[str], int | None] | None = None) -> JobFile:
     """Read a job file; `context_of` is as in `read_jobs`.
 
     Raises:
         InvalidRequest: with one problem per fault.
+    """
+    document = load_document(path)
+    return read_jobs(
+        document.values,
+        lines=document.lines,
+        problems=document.problems,
+        context_of=context_of,
+    )
+
+
+def load_document(path: Path) -> Document:
+    """Read a job file as YAML and no further.
+
+    Raises:
+        InvalidRequest: it cannot be read, or is not YAML.
     """
     try:
         with path.open("rb") as file:
@@ -33,8 +58,7 @@ def load_jobs(path: Path, *, context_of: Callable[[str], int | None] | None = No
         raise InvalidRequest(f"{path}: cannot be read ({error.strerror})") from error
     if len(text) > MAX_FILE_BYTES:
         raise InvalidRequest(f"{path}: is too long; expected at most {MAX_FILE_BYTES} bytes")
-    document, lines, problems = _parse_yaml(text)
-    return read_jobs(document, lines=lines, problems=problems, context_of=context_of)
+    return _parse_yaml(text)
 
 
 class _Loader(yaml.SafeLoader):
@@ -107,14 +131,13 @@ class _TreeReader:
             seen.add(key_node.value)
 
 
-def _parse_yaml(text: bytes) -> tuple[object, dict[Trail, int], list[str]]:
-    """Return the document, the line of every value, and faults that do not stop the reading."""
+def _parse_yaml(text: bytes) -> Document:
     try:
         loader = _Loader(text)
         try:
             node = loader.get_single_node()
             reader = _TreeReader(loader)
-            document = None if node is None else reader.read(node)
+            values = None if node is None else reader.read(node)
         finally:
             loader.dispose()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -122,4 +145,4 @@ def _parse_yaml(text: bytes) -> tuple[object, dict[Trail, int], list[str]]:
         where = f"line {mark.line + 1}: " if mark else ""
         what = getattr(error, "problem", None) or " ".join(str(error).split())
         raise InvalidRequest(f"{where}is not YAML: {what}") from error
-    return document, reader.lines, reader.problems
+    return Document(values=values, lines=reader.lines, problems=reader.problems)

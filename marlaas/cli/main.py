@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from marlaas import __version__
+from marlaas.cli.flags import add_service_commands
 from marlaas.config import Placement
 from marlaas.errors import InvalidRequest, MarlaasError
 from marlaas.loop.jobspec import MODES
@@ -59,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_doctor(commands)
     _add_bench(commands)
+    add_service_commands(commands, _command)
     return parser
 
 
@@ -105,12 +107,17 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     chat = commands.add_parser(
         "chat",
-        help="talk to the base or to a saved adapter",
-        description="Talk to a base model, or to an adapter on top of it.",
+        help="talk to the base, to a saved adapter, or to a job on a service",
+        description="Talk to a base model, to an adapter on top of it, or to a job on a service.",
     )
     chat.add_argument("message", nargs="?", help="say this, print the reply and end")
-    chat.add_argument("--base", default="tiny", help="base model (default: tiny)")
+    chat.add_argument("--base", help="base model of this machine (default: tiny)")
     chat.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT folder of an adapter")
+    chat.add_argument(
+        "--job", metavar="JOB[@VERSION]", help="a job on a service; a number, best, promoted"
+    )
+    chat.add_argument("--url", metavar="URL", help="with --job: the service")
+    chat.add_argument("--tenant", metavar="NAME", help="with --job, for operators: whose job")
     chat.add_argument("--system", metavar="TEXT", help="system message to begin with")
     chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: 0.7)")
     chat.add_argument("--top-p", type=float, default=1.0)
@@ -142,11 +149,12 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     bench.set_defaults(command=_run_bench)
 
 
-def _command(module: str) -> Callable[[argparse.Namespace], int]:
+def _command(module: str, function: str = "command") -> Callable[[argparse.Namespace], int]:
     """Return a function that imports `marlaas.cli.<module>` only when it is called."""
 
     def command(args: argparse.Namespace) -> int:
-        return importlib.import_module(f"marlaas.cli.{module}").command(args)
+        loaded = importlib.import_module(f"marlaas.cli.{module}")
+        return getattr(loaded, function)(args)
 
     return command
 

@@ -1,12 +1,13 @@
 """`marlaas run`: from a job file to a run folder.
 
-    plan (job file, flags) ─► run folder ─► launch.run_jobs under a display ─► report
+    plan (job file, flags) ─► run folder ─► a service on it, under a display ─► report
                                                  │ SIGINT or SIGTERM
                                                  ├── first: cancelled, stops cleanly, can be resumed
                                                  └── second: the process ends at once
 
 A run folder remembers its job file (`jobs.yaml`) and how it was run (`run.json`), so that
-`--resume DIR` needs nothing else. The truth about the jobs is in its store.
+`--resume DIR` needs nothing else. The truth about the jobs is in its store. It is the data folder
+of a service like any other (`cli/own_service.py`), and `marlaas serve --data DIR` serves it.
 """
 
 import argparse
@@ -16,26 +17,23 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from rich.console import Console
 
 from marlaas import __version__
 from marlaas.cli import display, report
-from marlaas.cli.jobfile import load_jobs
-from marlaas.config import Placement, RunSettings
+from marlaas.cli.own_service import DRAIN_S, RunFigures, run_jobs
+from marlaas.cli.submit import Submission, read_submission
+from marlaas.config import Placement, ServeSettings
 from marlaas.errors import InvalidRequest
 from marlaas.loop.controller import Mode
 from marlaas.loop.jobspec import RunSection
-from marlaas.store.db import Store
 from marlaas.text.bases import CONVERTED_BASES, cache_folder, ensure_base, resolve_base
 from marlaas.types import JobSpec, JobState
-
-if TYPE_CHECKING:
-    from marlaas import launch
 
 JOBS_FILE, RUN_FILE, STORE_FILE = "jobs.yaml", "run.json", "store.db"
 
@@ -44,10 +42,14 @@ JOBS_FILE, RUN_FILE, STORE_FILE = "jobs.yaml", "run.json", "store.db"
 class Plan:
     """What is to be run, where and how; all of it checked."""
 
-    specs: tuple[JobSpec, ...]
+    submission: Submission
     section: RunSection
     out: Path
     is_resumed: bool
+
+    @property
+    def specs(self) -> tuple[JobSpec, ...]:
+        return self.submission.specs
 
 
 def command(args: argparse.Namespace) -> int:
@@ -96,7 +98,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
                 f"`marlaas run --resume {out}` to go on with it"
             )
         raise InvalidRequest(f"--out: {out} exists and is not empty; expected a new folder")
-    return _plan(args, args.jobs, RunSection(), out, is_resumed=False)
+    return _plan(args, args.jobs, RunSection(), out)
 
 
 def _plan_resumed(args: argparse.Namespace) -> Plan:
@@ -112,10 +114,12 @@ def _plan_resumed(args: argparse.Namespace) -> Plan:
         placement=Placement(earlier["placement"]),
         mode=earlier["mode"],
     )
+    # Runs of the first release had no files of their own.
+    digests = earlier.get("files", {})
     if args.base and args.base != section.base:
         raise InvalidRequest(f"--base: the run in {out} is on {section.base}; expected no --base")
-    plan = _plan(args, out / JOBS_FILE, section, out, is_resumed=True)
-    if args.jobs is not None and load_jobs(args.jobs).jobs != plan.specs:
+    plan = _plan(args, out / JOBS_FILE, section, out, digests=digests)
+    if args.jobs is not None and read_submission(args.jobs).specs != plan.specs:
         raise InvalidRequest(
             f"{args.jobs}: has other jobs than the run in {out}; expected the same, or none"
         )
@@ -123,16 +127,30 @@ def _plan_resumed(args: argparse.Namespace) -> Plan:
 
 
 def _plan(
-    args: argparse.Namespace, jobs: Path, earlier: RunSection, out: Path, *, is_resumed: bool
+    args: argparse.Namespace,
+    jobs: Path,
+    earlier: RunSection,
+    out: Path,
+    digests: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Read the job file; flags win over the earlier run's settings, those over its `run:`."""
+    """Read the job file; flags win over the earlier run's settings, those over its `run:`.
+
+    `digests` are those of the files that the run of a folder uploaded, if one is resumed.
+    """
+    is_resumed = digests is not None
     base = args.base or (earlier.base if is_resumed else None)
-    file = load_jobs(jobs, context_of=lambda name: base_context(base or name))
-    if base_context(base or file.run.base) is None:
+
+    def read() -> Submission:
+        return read_submission(
+            jobs, digests=digests, context_of=lambda name: base_context(base or name)
+        )
+
+    submission = read()
+    if base_context(base or submission.run.base) is None:
         print("Converting the base model; this happens once.", file=sys.stderr)
-        ensure_base(base or file.run.base)
-        file = load_jobs(jobs, context_of=lambda name: base_context(base or name))
-    section = earlier if is_resumed else file.run
+        ensure_base(base or submission.run.base)
+        submission = read()
+    section = earlier if is_resumed else submission.run
     flags = {
         "base": args.base,
         "workers": args.workers,
@@ -145,7 +163,7 @@ def _plan(
             "placement split: got 1 worker; expected at least 2, since one trains and the others "
             "sample"
         )
-    return Plan(specs=file.jobs, section=section, out=out, is_resumed=is_resumed)
+    return Plan(submission=submission, section=section, out=out, is_resumed=is_resumed)
 
 
 def base_context(base: str) -> int | None:
@@ -180,8 +198,11 @@ def _free_folder(wanted: Path) -> Path:
 def _prepare_folder(plan: Plan, jobs: Path | None) -> None:
     """Make the run folder, and note in it what is about to be run."""
     plan.out.mkdir(parents=True, exist_ok=True)
+    files = {file.written: file.digest for file in plan.submission.files}
     if not plan.is_resumed and jobs is not None:
         shutil.copyfile(jobs, plan.out / JOBS_FILE)
+    else:
+        files = json.loads((plan.out / RUN_FILE).read_text(encoding="utf-8")).get("files", {})
     section = plan.section
     settings = {
         "version": __version__,
@@ -189,11 +210,12 @@ def _prepare_folder(plan: Plan, jobs: Path | None) -> None:
         "workers": section.workers,
         "placement": section.placement.value,
         "mode": section.mode,
+        "files": files,
     }
     (plan.out / RUN_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _where_time_went(summary: "launch.RunSummary") -> str:
+def _where_time_went(summary: RunFigures) -> str:
     """Return one line on how long it took and what the workers were busy with."""
     line = f"{display.seconds(summary.makespan_s)} on {len(summary.workers)} workers"
     shares = [display.shares_of_time(stats) for stats in summary.workers]
@@ -220,35 +242,24 @@ def _choose_display(plan: Plan, args: argparse.Namespace, console: Console) -> d
         shown = display.LiveDisplay(console, title)
     for spec in plan.specs:
         shown.line(spec)
-    if plan.is_resumed:
-        _recall(plan.out, shown)
     return shown
 
 
-def _recall(out: Path, shown: display.Lines) -> None:
-    """Let the display begin where the earlier run ended."""
-    store = Store(out)
-    try:
-        for job in store.all_jobs():
-            key = (job.spec.tenant, job.spec.name)
-            shown.recall(job.spec, store.steps(*key), store.evaluations(*key))
-    finally:
-        store.close()
-
-
-def _start(plan: Plan, observer: display.Lines) -> "Coroutine[object, object, launch.RunSummary]":
+def _start(plan: Plan, shown: display.Lines) -> Coroutine[object, object, RunFigures]:
     """Return the run itself, not yet started; cancelling it stops it cleanly."""
-    from marlaas import launch  # a faulty job file is refused before the engines' side is loaded
-
     section = plan.section
-    return launch.run_jobs(
-        plan.specs,
+    settings = ServeSettings(
         base=section.base,
-        out=plan.out,
-        run=RunSettings(num_workers=section.workers, placement=section.placement),
-        mode=Mode(section.mode),
-        observer=observer,
+        folder=str(plan.out),
+        port=0,
+        workers=section.workers,
+        placement=section.placement,
+        exact=any(spec.is_seeded for spec in plan.specs),
+        max_running_jobs=max(64, len(plan.specs)),
+        drain_s=DRAIN_S,
+        log_level="error",
     )
+    return run_jobs(plan.submission, settings, Mode(section.mode), shown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

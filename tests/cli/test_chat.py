@@ -1,11 +1,8 @@
 """A conversation keeps what was said, and forgets what failed."""
 
-import asyncio
-from collections.abc import Coroutine
-
 from marlaas.cli.chat import converse
 from marlaas.errors import CapacityExceeded
-from marlaas.types import Message, SamplingParams
+from marlaas.types import Message
 
 
 class Parrot:
@@ -14,7 +11,7 @@ class Parrot:
     def __init__(self) -> None:
         self.seen: list[tuple[Message, ...]] = []
 
-    async def reply(self, messages: tuple[Message, ...], sampling: SamplingParams) -> str:
+    def reply(self, messages: tuple[Message, ...]) -> str:
         self.seen.append(messages)
         if messages[-1].content == "fail":
             raise CapacityExceeded("too long")
@@ -22,17 +19,10 @@ class Parrot:
             raise KeyboardInterrupt
         return f"you said {messages[-1].content}"
 
-    async def close(self) -> None:
-        pass
-
-
-def wait(coroutine: Coroutine[object, object, str]) -> str:
-    return asyncio.run(coroutine)
-
 
 def talk(parrot: Parrot, *lines: str) -> None:
     opening = (Message("system", "Be kind."),)
-    converse(wait, parrot, opening, SamplingParams(max_tokens=8), iter(lines))
+    converse(parrot.reply, opening, iter(lines))
 
 
 def contents(messages: tuple[Message, ...]) -> list[str]:
