@@ -33,6 +33,12 @@ _REQUEST: contextvars.ContextVar[str] = contextvars.ContextVar("request", defaul
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 """What every record has; whatever else it has was given as `extra`."""
 
+_NOT_SHOWN = _STANDARD | {"color_message"}
+"""uvicorn says its lines a second time, with colours."""
+
+_QUIET = ("alembic.runtime.plugins", "asyncio")
+"""Loggers of others that say nothing of use below a warning."""
+
 _SECRET = re.compile(r"tml-[A-Za-z0-9_-]{8,}|(?<=://)[^/\s@]+(?=@)")
 """Keys, and the password in an address: masked wherever they turn up."""
 
@@ -55,7 +61,7 @@ class JsonFormatter(logging.Formatter):
         }
         if request := _REQUEST.get():
             line["request"] = request
-        extra = {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        extra = {name: value for name, value in vars(record).items() if name not in _NOT_SHOWN}
         if record.exc_info and record.exc_info[1] is not None:
             extra |= where_raised(record.exc_info[1])
         return mask(json.dumps({**line, **extra}, default=str, ensure_ascii=False))
@@ -82,6 +88,8 @@ def set_up(level: str, stream: TextIO = sys.stderr) -> None:
     root.setLevel(level.upper())
     # One line a request is written here; the server's own would repeat it, with the query.
     logging.getLogger("uvicorn.access").disabled = True
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 class RequestLog:
