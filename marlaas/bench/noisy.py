@@ -24,7 +24,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from marlaas import runtime
 from marlaas.bench.control import LagMeter
 from marlaas.bench.machine import describe
 from marlaas.bench.onlooker import Onlooker
@@ -168,8 +167,10 @@ class Trial:
     """That the neighbour had got accepted by the end."""
     num_neighbour_ends: int
     """Those that had ended, however."""
-    neighbour_device_share: float
-    """Device seconds charged to the neighbour per second."""
+    device_s: float
+    """Charged to the victim."""
+    neighbour_device_s: float
+    """Charged to the neighbour from the victim's beginning to its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +187,8 @@ class Row:
     lag_max_s: float
     num_neighbour_jobs: int
     num_neighbour_ends: int
-    neighbour_device_share: float
+    share: float
+    """The victim's part of all device seconds that were charged while it ran."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -219,7 +221,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--neighbours", nargs="+", default=names, choices=names)
     parser.add_argument("--base", default="tiny")
     args = parser.parse_args(argv)
-    args.steps = args.steps or (6 if args.quick else 24)
+    args.steps = args.steps or (12 if args.quick else 40)
     return args
 
 
@@ -263,7 +265,7 @@ def _row(alone: Trial, beside: Trial, *, is_seeded: bool) -> Row:
         lag_max_s=beside.lag_max_s,
         num_neighbour_jobs=beside.num_neighbour_jobs,
         num_neighbour_ends=beside.num_neighbour_ends,
-        neighbour_device_share=beside.neighbour_device_share,
+        share=beside.device_s / (beside.device_s + beside.neighbour_device_s),
     )
 
 
@@ -306,18 +308,17 @@ async def _run_trial(
     controller.tenants_changed([Tenant(tenant_id=NEIGHBOUR, quotas=quotas)])
     async with asyncio.timeout(TRIAL_LIMIT_S), asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(controller.serve())
-        began_s = runtime.now_s()
         helpers = [tasks.create_task(lag.run())]
         if neighbour is not None:
             helpers.append(tasks.create_task(watching.burden(controller, neighbour)))
             await asyncio.sleep(LEAD_S)
         lag.take()
+        before_s = watching.device_s(controller)
         await controller.submit(spec)
         await watching.victim_ended.wait()
-        lags, elapsed_s = lag.take(), runtime.now_s() - began_s
+        lags, device_s = lag.take(), watching.device_s(controller) - before_s
         for helper in helpers:
             helper.cancel()
-        device_s = watching.device_s(controller)
         controller.stop()
         await serving
     stored = await store.call(Store.job, spec.tenant, spec.name)
@@ -326,12 +327,13 @@ async def _run_trial(
     records = await store.call(Store.steps, spec.tenant, spec.name)
     return Trial(
         neighbour=neighbour.name if neighbour else "",
-        steps_per_s=(len(records) - 1) / (records[-1].elapsed_s - records[0].elapsed_s),
+        steps_per_s=len(records) / records[-1].elapsed_s,
         curve=tuple(encode(replace(record, elapsed_s=0.0)) for record in records),
         lag_max_s=max(lags),
         num_neighbour_jobs=watching.num_accepted,
         num_neighbour_ends=watching.num_ended,
-        neighbour_device_share=device_s / elapsed_s,
+        device_s=stored.device_s,
+        neighbour_device_s=device_s,
     )
 
 
@@ -342,7 +344,9 @@ class Watching(Onlooker):
         self.victim_ended = asyncio.Event()
         self.num_accepted = 0
         self.num_ended = 0
-        self._names: set[str] = set()
+        self._names: list[str] = []
+        self._device_s: dict[str, float] = {}
+        """Of each job, when it was last looked at; what it used after that is left out."""
         self._places: asyncio.Queue[None] = asyncio.Queue()
 
     async def burden(self, controller: Controller, neighbour: Neighbour) -> None:
@@ -354,16 +358,15 @@ class Watching(Onlooker):
             spec = neighbour.job(self.num_accepted)
             with suppress(MarlaasError):  # a tenant who is refused tries again with its next job
                 await controller.submit(spec)
-                self._names.add(spec.name)
+                self._names.append(spec.name)
             self.num_accepted += 1
 
     def device_s(self, controller: Controller) -> float:
         """Return the device seconds that the neighbour's jobs have been charged."""
-        total_s = 0.0
         for name in self._names:
-            with suppress(MarlaasError):
-                total_s += controller.status(NEIGHBOUR, name).device_s
-        return total_s
+            charged_s = controller.status(NEIGHBOUR, name).device_s
+            self._device_s[name] = max(charged_s, self._device_s.get(name, 0.0))
+        return sum(self._device_s.values())
 
     def job_state(self, spec: JobSpec, state: JobState, reason: str) -> None:
         if not state.is_terminal:
@@ -393,7 +396,16 @@ def _table(rows: Sequence[Row], *, is_seeded: bool) -> Table:
         f"alone {rows[0].alone_per_s:.2f} steps/s",
         caption="a hungry neighbour of equal weight is owed half of the worker",
     )
-    columns = ("neighbour", "beside, steps/s", "ratio", "owed", "exact", "lag max ms", "its jobs")
+    columns = (
+        "neighbour",
+        "beside, steps/s",
+        "ratio",
+        "owed",
+        "share",
+        "exact",
+        "lag max ms",
+        "its jobs",
+    )
     for name in columns:
         table.add_column(name, justify="left" if name == "neighbour" else "right")
     for row in rows:
@@ -403,6 +415,7 @@ def _table(rows: Sequence[Row], *, is_seeded: bool) -> Table:
             f"{row.beside_per_s:.2f}",
             f"{row.ratio:.2f}",
             f">= {FAIR_SHARE}",
+            f"{row.share:.2f}",
             exact,
             f"{1000 * row.lag_max_s:.0f}",
             f"{row.num_neighbour_jobs} ({row.num_neighbour_ends} ended)",
