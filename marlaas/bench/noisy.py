@@ -89,6 +89,16 @@ def reward(prompt, reply):
     os.abort()
 """
 
+BURNS = b"""
+import time
+
+def reward(prompt, reply):
+    began = time.process_time()
+    while time.process_time() - began < 1.0:
+        pass
+    return float(len(reply) % 2)
+"""
+
 COIN = b"""
 def reward(prompt, reply):
     return float(len(reply) % 2)
@@ -149,6 +159,7 @@ NEIGHBOURS = (
         what="a learning rate of 1e30: weights and logits that are not finite",
         changes={"learning_rate": 1e30, "prompts_per_step": 1},
     ),
+    Neighbour(name="burns", what="takes a CPU second for every verdict", environment=BURNS),
     Neighbour(name="crashes", what="kills its own sandbox at every call", environment=CRASHES),
 )
 
