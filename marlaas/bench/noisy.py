@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
@@ -191,6 +192,9 @@ class Row:
     neighbour: str
     is_seeded: bool
     alone_per_s: float
+    """Mean of two trials, before and after those with neighbours."""
+    alone_spread: float
+    """How far each of the two lies from it, relative to it."""
     beside_per_s: float
     ratio: float
     is_identical: bool | None
@@ -199,7 +203,8 @@ class Row:
     num_neighbour_jobs: int
     num_neighbour_ends: int
     share: float
-    """The victim's part of all device seconds that were charged while it ran."""
+    """The victim's part of the device seconds that were charged while it ran, for what was done: a
+    neighbour whose groups never end has been charged nothing yet."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -242,13 +247,15 @@ async def _measure(args: argparse.Namespace, *, is_seeded: bool) -> list[Row]:
     tokenizer = ChatTokenizer.load(ensure_base(args.base))
     spec = victim(args.steps, is_seeded=is_seeded)
     async with started(settings) as workers:
-        alone = await run_trial(spec, None, workers, tokenizer)
-        rows = []
-        for neighbour in NEIGHBOURS:
-            if neighbour.name in args.neighbours:
-                beside = await run_trial(spec, neighbour, workers, tokenizer)
-                rows.append(_row(alone, beside, is_seeded=is_seeded))
-    return rows
+        alone = [await run_trial(spec, None, workers, tokenizer)]
+        beside = [
+            await run_trial(spec, neighbour, workers, tokenizer)
+            for neighbour in NEIGHBOURS
+            if neighbour.name in args.neighbours
+        ]
+        # Again, after all of them: what a machine does in the meantime shows in the difference.
+        alone.append(await run_trial(spec, None, workers, tokenizer))
+    return [_row(alone, trial, is_seeded=is_seeded) for trial in beside]
 
 
 def victim(steps: int, *, is_seeded: bool) -> JobSpec:
@@ -265,14 +272,17 @@ def victim(steps: int, *, is_seeded: bool) -> JobSpec:
     )
 
 
-def _row(alone: Trial, beside: Trial, *, is_seeded: bool) -> Row:
+def _row(alone: Sequence[Trial], beside: Trial, *, is_seeded: bool) -> Row:
+    alone_per_s = fmean(trial.steps_per_s for trial in alone)
+    is_identical = all(trial.curve == beside.curve for trial in alone)
     return Row(
         neighbour=beside.neighbour,
         is_seeded=is_seeded,
-        alone_per_s=alone.steps_per_s,
+        alone_per_s=alone_per_s,
+        alone_spread=max(abs(trial.steps_per_s - alone_per_s) for trial in alone) / alone_per_s,
         beside_per_s=beside.steps_per_s,
-        ratio=beside.steps_per_s / alone.steps_per_s,
-        is_identical=alone.curve == beside.curve if is_seeded else None,
+        ratio=beside.steps_per_s / alone_per_s,
+        is_identical=is_identical if is_seeded else None,
         lag_max_s=beside.lag_max_s,
         num_neighbour_jobs=beside.num_neighbour_jobs,
         num_neighbour_ends=beside.num_neighbour_ends,
@@ -404,7 +414,7 @@ def _print(console: Console, rows: Sequence[Row]) -> None:
 def _table(rows: Sequence[Row], *, is_seeded: bool) -> Table:
     table = Table(
         title=f"one worker, {'seeded' if is_seeded else 'usual'} mode; "
-        f"alone {rows[0].alone_per_s:.2f} steps/s",
+        f"alone {rows[0].alone_per_s:.2f} steps/s +- {rows[0].alone_spread:.0%}",
         caption="a hungry neighbour of equal weight is owed half of the worker",
     )
     columns = (

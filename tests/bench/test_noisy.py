@@ -25,7 +25,7 @@ def test_a_victim_is_the_same_beside_a_neighbour_that_crashes(monkeypatch) -> No
             return alone, await noisy.run_trial(spec, crashes, workers, tokenizer)
 
     alone, beside = asyncio.run(main())
-    row = noisy._row(alone, beside, is_seeded=True)
+    row = noisy._row([alone, alone], beside, is_seeded=True)
     assert row.is_identical
     assert len(alone.curve) == 2
     assert row.num_neighbour_jobs >= crashes.num_jobs
