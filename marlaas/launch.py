@@ -202,6 +202,12 @@ SCRATCH_FOLDER = "scratch"
 SERVICE_STATS_EVERY_S = 2.0
 
 
+def service_store(settings: ServeSettings) -> AsyncStore:
+    """Open the store that the settings of a service name."""
+    url, folder = settings.database or None, Path(settings.folder)
+    return AsyncStore(Store.open(folder, url=url, durability=settings.durability))
+
+
 async def serve(
     settings: ServeSettings,
     *,
@@ -210,13 +216,14 @@ async def serve(
     opened: Callable[[str, str], object] | None = None,
     until: Callable[[], Coroutine[object, object, object]] | None = None,
     stats_every_s: float = SERVICE_STATS_EVERY_S,
+    open_store: Callable[[ServeSettings], AsyncStore] = service_store,
 ) -> None:
     """Serve until a signal: store, engines, loop and HTTP in one process; then drain and return.
 
     `say` shows a person what runs here. `opened` is told, once connections are taken, the address
     and the first operator's key, empty if there was one already; without it `say` shows the key,
     this once. `until` takes the place of signals. `stats_every_s` says how often workers are asked
-    where their time goes.
+    where their time goes. `open_store` opens the store, if not the one that the settings name.
 
     Raises:
         InvalidRequest: base, placement, address or database cannot be had.
@@ -232,13 +239,7 @@ async def serve(
         say(line)
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(server.bind(settings.host, settings.port))
-        store = AsyncStore(
-            Store.open(
-                Path(settings.folder),
-                url=settings.database or None,
-                durability=settings.durability,
-            )
-        )
+        store = open_store(settings)
         stack.push_async_callback(store.close)
         key = await store.call(first_operator_key)
         parts = await _service_parts(settings, store, stack, mode=mode, stats_every_s=stats_every_s)

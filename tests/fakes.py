@@ -56,6 +56,9 @@ class ByteTokenizer:
 
     stop_token_ids = (STOP,)
 
+    def least_tokens(self, messages: Sequence[Message]) -> int:
+        return sum(len(message.content) for message in messages)
+
     def render_opening(self, messages: Sequence[Message]) -> list[int]:
         return list(self._render(messages))
 

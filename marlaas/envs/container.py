@@ -315,7 +315,8 @@ def _server_argv(limits: SandboxLimits) -> list[str]:
     if sys.platform != "linux" or machine not in sandbox_child.AUDIT_ARCH:
         raise lost(f"code can be contained on Linux only (x86_64, aarch64), not {machine}")
     argv = ["--unshare-all", "--unshare-user", "--hostname", "sandbox"]
-    argv += ["--die-with-parent", "--new-session", "--as-pid-1"]
+    # No session of its own, see `NICENESS`; no terminal can be opened inside in any case.
+    argv += ["--die-with-parent", "--as-pid-1"]
     for capability in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"):
         argv += ["--cap-add", capability]
     # Folders that bwrap makes on the way to a mount would be closed to the user that runs code.

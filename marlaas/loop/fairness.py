@@ -90,9 +90,15 @@ class DeficitRing(Generic[K]):
         return None
 
     def charge(self, key: K, cost: float) -> None:
-        """Take `cost` off a key's credit; a negative cost gives back."""
+        """Take `cost` off a key's credit; a negative cost gives back, up to a quantum.
+
+        Without that bound a key that was alone, and paid too much at first, would hold a hoard
+        that it spends in one go while a newcomer waits.
+        """
         if key in self._credit:
-            self._credit[key] -= cost
+            credit = self._credit[key]
+            most = max(credit, self._quantum(key)) if cost < 0 else credit
+            self._credit[key] = min(credit - cost, most)
 
     def reweigh(self) -> None:
         """Weights of keys have changed."""

@@ -14,9 +14,10 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from marlaas import runtime
 from marlaas.envs.base import Env, EnvStep, Family
 from marlaas.errors import EnvironmentFailure, FailureKind
 from marlaas.loop.concurrency import all_or_none
+from marlaas.text.chat import LONG_TEXT_CHARS
 from marlaas.types import (
     Completion,
     GenerateRequest,
@@ -50,6 +52,10 @@ class ChatTokenizer(Protocol):
     @property
     def stop_token_ids(self) -> Sequence[int]:
         """Ids that end an assistant message."""
+        ...
+
+    def least_tokens(self, messages: Sequence[Message]) -> int:
+        """Return how many tokens messages take at the very least. Cheap, however long they are."""
         ...
 
     def render_opening(self, messages: Sequence[Message]) -> Sequence[int]:
@@ -117,7 +123,12 @@ class GroupRollout:
             envs = self._family.make(prompt, plan.size)
         except Exception as error:  # the fate "bad rollout": whatever tenant-chosen code raises
             return _stillborn(plan, f"{type(error).__name__}: {error}")
-        opening = np.asarray(self._tokenizer.render_opening(prompt.messages), dtype=np.int32)
+        max_context = generator.capabilities.max_context
+        least = self._tokenizer.least_tokens(prompt.messages)
+        if least >= max_context:
+            return _stillborn(plan, _no_room(least, max_context))
+        rendered = await _rendered(self._tokenizer.render_opening, prompt.messages)
+        opening = np.asarray(rendered, dtype=np.int32)
         self._episodes = [
             Episode(self._spec, self._tokenizer, plan, index, prompt, opening)
             for index in range(plan.size)
@@ -199,11 +210,7 @@ class Episode:
     ) -> tuple[TrajectoryEnd, EnvStep]:
         max_context = generator.capabilities.max_context
         if self._opening_len >= max_context:
-            raise EnvironmentFailure(
-                FailureKind.ERROR,
-                f"the prompt of {self._opening_len} tokens leaves no room in a context of "
-                f"{max_context}",
-            )
+            raise EnvironmentFailure(FailureKind.ERROR, _no_room(self._opening_len, max_context))
         for turn in range(1, max_turns + 1):
             completion = await self._sample(generator, max_context, is_last=turn == max_turns)
             if completion.stop_reason is StopReason.NON_FINITE:
@@ -216,16 +223,28 @@ class Episode:
             answer = await self._judge(env, reply, is_last=is_last)
             if answer.is_done:
                 return _end_of(is_truncated, is_last and max_turns > 1), answer
-            continuation = self._tokenizer.render_continuation(
-                completion.tokens.tolist(), answer.messages
-            )
-            if self._num_tokens + len(continuation) >= max_context:
+            continuation = await self._continuation(completion, answer, max_context)
+            if continuation is None:
                 # What was said does not fit, so nothing can be answered: judge what there is.
                 answer = await self._judge(env, "", is_last=True)
                 return TrajectoryEnd.TRUNCATED, answer
-            self._append(np.asarray(continuation, dtype=np.int32))
+            self._append(continuation)
             self._messages.extend(answer.messages)
         raise AssertionError("an environment that was told `is_last` must end")
+
+    async def _continuation(
+        self, completion: Completion, answer: EnvStep, max_context: int
+    ) -> np.ndarray | None:
+        """Return the ids of what the environment says; None if they leave no room for a reply.
+
+        What surely does not fit is not encoded: a tool may answer with megabytes.
+        """
+        room = max_context - self._num_tokens
+        if self._tokenizer.least_tokens(answer.messages) >= room:
+            return None
+        render = partial(self._tokenizer.render_continuation, completion.tokens.tolist())
+        ids = await _rendered(render, answer.messages)
+        return np.asarray(ids, dtype=np.int32) if len(ids) < room else None
 
     async def _sample(self, generator: Generator, max_context: int, *, is_last: bool) -> Completion:
         spec, plan, turn = self._spec, self._plan, len(self._completions)
@@ -338,6 +357,19 @@ class Episode:
             detail=detail,
             metrics=dict(self._metrics),
         )
+
+
+async def _rendered(
+    render: Callable[[Sequence[Message]], Sequence[int]], messages: Sequence[Message]
+) -> Sequence[int]:
+    """Return messages as ids; long ones are encoded on a thread, while the event loop goes on."""
+    if sum(len(message.content) for message in messages) < LONG_TEXT_CHARS:
+        return render(messages)
+    return await asyncio.to_thread(render, messages)
+
+
+def _no_room(num_tokens: int, max_context: int) -> str:
+    return f"the prompt of {num_tokens} tokens leaves no room in a context of {max_context}"
 
 
 def _stillborn(plan: GroupPlan, detail: str) -> Group:

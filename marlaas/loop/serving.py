@@ -156,6 +156,14 @@ class Serving:
 
     # Text -----------------------------------------------------------------------------------
 
+    def least_tokens(self, prompt: Opening) -> int:
+        """Return how many tokens a prompt takes at the very least. Cheap, however long it is."""
+        if isinstance(prompt, str):
+            return self._tokenizer.least_tokens([Message("user", prompt)])
+        if len(prompt) and all(isinstance(part, Message) for part in prompt):
+            return self._tokenizer.least_tokens(prompt)  # type: ignore[arg-type]
+        return len(prompt)
+
     def tokens(self, prompt: Opening) -> np.ndarray:
         """Return the ids of messages (by the chat template, up to where the assistant begins), of
         text, or of what are ids already.

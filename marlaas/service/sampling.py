@@ -86,17 +86,24 @@ class _Sampled:
         )
 
 
+def _check_room(num_tokens: int, max_context: int) -> None:
+    """Refuse a prompt that leaves no room for a reply."""
+    if num_tokens >= max_context:
+        raise InvalidRequest(
+            f"the prompt has at least {num_tokens} tokens; expected less than the base's context "
+            f"of {max_context}"
+        )
+
+
 async def _complete(
     parts: Parts, caller: Caller, body: SamplingBody, prompt: Opening, max_tokens: int
 ) -> _Sampled:
     if body.stream:
         raise UnsupportedFeature("stream: tokens are not sent one by one; expected stream: false")
+    # A body of a megabyte that cannot fit is refused before encoding it holds up everybody.
+    _check_room(parts.serving.least_tokens(prompt), parts.max_context)
     tokens = parts.serving.tokens(prompt)
-    if len(tokens) >= parts.max_context:
-        raise InvalidRequest(
-            f"the prompt has {len(tokens)} tokens; expected less than the base's context of "
-            f"{parts.max_context}"
-        )
+    _check_room(len(tokens), parts.max_context)
     sampling = SamplingParams(
         max_tokens=min(max_tokens, parts.max_context - len(tokens)),
         temperature=body.temperature,

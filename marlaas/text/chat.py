@@ -30,6 +30,9 @@ from marlaas.types import Message
 MAX_CONTINUATIONS = 256
 """Answers of environments whose ids are remembered."""
 
+LONG_TEXT_CHARS = 20_000
+"""From here on encoding takes 10 ms and more: worth a thread, which must not hold up the others."""
+
 _STAND_IN = "Zq7Stand0In4Reply"
 """Text that no template contains and none would change."""
 
@@ -55,6 +58,7 @@ class ChatTokenizer:
             self._end_of_turn = _end_of_turn(template)
         self.is_multi_turn_safe = not self.unsafe_reason
         """False when the template rewrites earlier turns; `unsafe_reason` says how."""
+        self._max_token_chars = max(map(len, tokenizer.get_vocab()))
         self._num_end_ids = len(self.encode(self._end_of_turn))
         # Siblings of a group often get the same answer: the same search finds the same document.
         self._after_reply = lru_cache(maxsize=MAX_CONTINUATIONS)(self._encode_after_reply)
@@ -87,7 +91,15 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; the names of special tokens in it become those tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) < LONG_TEXT_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # Unlike `encode`, a batch lets other threads go on meanwhile.
+        return self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
+
+    def least_tokens(self, messages: Sequence[Message]) -> int:
+        """Return how many tokens messages take at the very least, from their length alone: what
+        cannot fit need not be encoded, which takes a second per megabyte or two."""
+        return sum(len(message.content) for message in messages) // self._max_token_chars
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """Return the text of ids, by default without special tokens."""

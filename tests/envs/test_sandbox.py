@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import marlaas
+from marlaas.envs import sandbox_child
 from marlaas.envs.container import SandboxLimits, find_bwrap
 from marlaas.envs.sandbox import Case, Limit, Sandbox, Verdict, equals
 from marlaas.errors import EnvironmentFailure, FailureKind
@@ -444,7 +445,7 @@ def test_processes_left_behind_are_killed():
 import os, time
 def f():
     if (pid := os.fork()) == 0:
-        os.setsid()
+        os.setpgid(0, 0)
         if os.fork() == 0:
             while True: time.sleep(0.01)
         os._exit(0)
@@ -462,6 +463,26 @@ def f():
 """
     left, is_alone = result_of(leave, look, max_parallel=1, max_processes=4)
     assert isinstance(left, int) and is_alone is True
+
+
+def test_code_gives_way_to_engines_and_cannot_help_it():
+    """Its niceness counts within one session only: it has the server's and can begin no other."""
+    code = """
+import os
+def f():
+    refused = []
+    for act in (os.setsid, lambda: os.setpriority(os.PRIO_PROCESS, 0, 0), lambda: os.nice(-1)):
+        try: act()
+        except PermissionError: refused.append(True)
+    return [os.getpriority(os.PRIO_PROCESS, 0), refused]
+"""
+    niceness = min(19, os.getpriority(os.PRIO_PROCESS, 0) + sandbox_child.NICENESS)
+    assert result_of(code) == [[niceness, [True, True, True]]]
+
+    async def sessions(sandbox: Sandbox) -> set[int]:
+        return {os.getsid(pid) for pid in contained(os.getpid())}
+
+    assert in_sandbox(sessions) == {os.getsid(0)}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can run code as another user")

@@ -60,6 +60,30 @@ def test_weights_set_the_shares(weight: float) -> None:
     assert spent["a/job"] / spent["b/job"] == pytest.approx(weight, rel=0.05)
 
 
+def test_a_tenant_that_was_alone_has_nothing_saved_up_against_a_newcomer() -> None:
+    """What it paid too much for sixteen groups comes back, and buys no sixteen groups."""
+    specs = [job("old", f"j{i}") for i in range(4)]
+    queue = FairQueue(lambda job_id: 1.0, {})
+    for spec in specs:
+        queue.add(spec)
+    by_id = {spec.job_id: spec for spec in specs}
+    opened = []
+    for _ in range(16):
+        opened.append(by_id[queue.next()])
+        queue.charge(opened[-1], 1.0)
+    for spec in opened:
+        queue.charge(spec, -0.9)
+    newcomer = job("new")
+    queue.add(newcomer)
+    served: Counter = Counter()
+    for _ in range(6):
+        job_id = queue.next()
+        spec = newcomer if job_id == newcomer.job_id else by_id[job_id]
+        queue.charge(spec, 1.0)
+        served[spec.tenant] += 1
+    assert served["new"] >= 2
+
+
 def test_what_a_group_really_cost_is_settled() -> None:
     """A job that always costs four times its estimate is served four times less often."""
     specs = [job("honest"), job("heavy")]

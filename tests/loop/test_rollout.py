@@ -1,7 +1,7 @@
 """Tokens are exact, failures are typed, seeds decide, and nothing is left behind."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -102,11 +102,17 @@ def says(text: str) -> EnvStep:
     return EnvStep(messages=(Message("tool", text),))
 
 
-def roll_out(family: Echo, generator: Replies, spec: JobSpec = SPEC, size: int = 1) -> Group:
+def roll_out(
+    family: Echo,
+    generator: Replies,
+    spec: JobSpec = SPEC,
+    size: int = 1,
+    tokenizer: ByteTokenizer | None = None,
+) -> Group:
     plan = GroupPlan(index=5, version=3, size=size)
 
     async def main() -> Group:
-        return await GroupRollout(spec, family, ByteTokenizer(), plan).run(generator)
+        return await GroupRollout(spec, family, tokenizer or ByteTokenizer(), plan).run(generator)
 
     return runtime.run_virtual(main())
 
@@ -204,6 +210,24 @@ def test_what_does_not_fit_the_context_ends_the_episode_with_a_verdict() -> None
     assert seen == [("ab", False), ("", True)]
     assert (trajectory.end, trajectory.reward) == (TrajectoryEnd.TRUNCATED, 0.25)
     assert bytes(trajectory.tokens.tolist()) == OPENING + b"ab\n"
+
+
+class Unread(ByteTokenizer):
+    """A tokenizer that must not be given anything long."""
+
+    def _render(self, messages: Sequence[Message]) -> bytes:
+        assert sum(len(message.content) for message in messages) < 1000
+        return super()._render(messages)
+
+
+@pytest.mark.parametrize("size", [1000, 10_000_000])
+def test_what_surely_does_not_fit_is_not_encoded(size: int) -> None:
+    def answer(turn: int, reply: str, is_last: bool) -> EnvStep:
+        return done(0.25) if is_last else says("x" * size)
+
+    replies = Replies(lambda request: "ab\n")
+    (trajectory,) = roll_out(Echo(answer), replies, tokenizer=Unread()).trajectories
+    assert (trajectory.end, trajectory.reward) == (TrajectoryEnd.TRUNCATED, 0.25)
 
 
 def test_a_turn_asks_for_no_more_than_the_context_holds() -> None:

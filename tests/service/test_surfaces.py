@@ -185,6 +185,20 @@ async def test_what_cannot_be_sampled_is_refused(
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
+async def test_a_prompt_that_surely_does_not_fit_is_not_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(tmp_path) as service:
+        monkeypatch.setattr(service.parts.serving, "tokens", None)
+        messages = [{"role": "user", "content": "x" * 900_000}]
+        chat = {"model": "base", "messages": messages}
+        text = {"model": "base", "prompt": "x" * 900_000}
+        for route, body in (("chat/completions", chat), ("completions", text)):
+            answer = await service.call("POST", f"/v1/{route}", json=body)
+            assert answer.status_code == 422
+            assert "less than the base's context" in answer.json()["error"]["message"]
+
+
 # ---------------------------------------------------------------------------------------------
 # Watching
 

@@ -104,6 +104,21 @@ def test_digits_are_single_tokens(tiny):
     assert len(tiny.encode(" 90210")) == 5
 
 
+@pytest.mark.parametrize(
+    "text", ["", "spam ", "programming ", "é😀\n\n", "<|endoftext|>" * 9, "    "]
+)
+def test_messages_take_at_least_what_their_length_says(tiny, text):
+    messages = [Message("user", text * 500), Message("tool", text)]
+    assert tiny.least_tokens(messages) <= len(tiny.encode(text * 501))
+
+
+def test_long_texts_have_the_ids_that_they_would_have_if_they_were_short(tiny, monkeypatch):
+    text = "Seven is 7.\n" * 2000
+    ids = tiny.encode(text)
+    monkeypatch.setattr("marlaas.text.chat.LONG_TEXT_CHARS", 10**9)
+    assert tiny.encode(text) == ids
+
+
 def test_stop_tokens_are_those_of_the_generation_config(tiny):
     assert set(tiny.stop_token_ids) == {
         *tiny.encode("<|im_end|>"),
