@@ -203,6 +203,18 @@ class Controller:
             raise Conflict(f"a version of job {name!r} is being judged; ask again later")
         await self._lifecycle.delete(tenant_id, name)
 
+    async def purge_tenant(self, tenant_id: TenantId) -> None:
+        """Delete a tenant with everything of it.
+
+        Raises:
+            NotFound: there is none of that name.
+            Conflict: a job of it is queued or running, or is being judged.
+        """
+        if visited := self._judging.visited_of(tenant_id):
+            raise Conflict(f"a version of {visited[0]!r} is being judged; ask again later")
+        await self._store.inner.call(Store.purge_tenant, tenant_id)
+        self._tenants.forget_use(tenant_id)
+
     async def evaluate(self, tenant_id: TenantId, name: str, version: int) -> None:
         """Begin to judge a kept version, unless it was or is being judged; training goes on.
 

@@ -61,6 +61,10 @@ class Judging:
         """Return whether a version of a job that does not run is being judged."""
         return job_id in self._visits
 
+    def visited_of(self, tenant_id: TenantId) -> list[JobId]:
+        """Return the jobs of a tenant that do not run and of which a version is being judged."""
+        return [job_id for job_id in self._visits if job_id.startswith(f"{tenant_id}/")]
+
     async def ask(self, tenant_id: TenantId, name: str, version: int) -> None:
         """See `Controller.evaluate`."""
         stored = await self._store.call(Store.job, tenant_id, name)
