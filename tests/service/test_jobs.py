@@ -191,3 +191,11 @@ async def test_a_sweep_that_the_queue_cannot_take_makes_no_job(tmp_path: Path) -
         body = {"name": "grid", "job": BASE, "grid": GRID}
         assert (await service.call("POST", "/v1/sweeps", json=body)).status_code == 429
         assert (await service.get("/v1/jobs"))["jobs"] == []
+
+
+async def test_a_version_of_thousands_of_digits_is_the_callers_fault(tmp_path: Path) -> None:
+    async with bench(tmp_path, is_running=False) as service:
+        await service.submit()
+        fork = {"job": "sums", "version": "9" * 5000}
+        answer = await service.call("POST", "/v1/jobs", json={**SUMS, "name": "two", "fork": fork})
+        assert answer.status_code == 422
