@@ -199,3 +199,20 @@ async def test_a_version_of_thousands_of_digits_is_the_callers_fault(tmp_path: P
         fork = {"job": "sums", "version": "9" * 5000}
         answer = await service.call("POST", "/v1/jobs", json={**SUMS, "name": "two", "fork": fork})
         assert answer.status_code == 422
+
+
+async def test_a_sweep_with_the_name_of_another_job_makes_no_job(tmp_path: Path) -> None:
+    async with bench(tmp_path, is_running=False) as service:
+        await service.submit(name="grid-002", steps=77)
+        body = {"name": "grid", "job": BASE, "grid": GRID}
+        assert (await service.call("POST", "/v1/sweeps", json=body)).status_code == 409
+        names = [row["name"] for row in (await service.get("/v1/jobs"))["jobs"]]
+        assert names == ["grid-002"]
+
+
+async def test_the_same_job_again_needs_no_storage(tmp_path: Path) -> None:
+    async with bench(tmp_path, is_running=False) as service:
+        await service.submit()
+        change = {"quotas": {"stored_bytes": 0}}
+        await service.call("PATCH", "/v1/tenants/acme", who="operator", json=change)
+        assert (await service.call("POST", "/v1/jobs", json=SUMS)).status_code == 200
