@@ -216,3 +216,16 @@ async def test_the_same_job_again_needs_no_storage(tmp_path: Path) -> None:
         change = {"quotas": {"stored_bytes": 0}}
         await service.call("PATCH", "/v1/tenants/acme", who="operator", json=change)
         assert (await service.call("POST", "/v1/jobs", json=SUMS)).status_code == 200
+
+
+async def test_resuming_jobs_does_not_overfill_the_queue(tmp_path: Path) -> None:
+    quotas = Quotas(max_queued_jobs=1, requests_a_second=None)
+    async with bench(tmp_path, quotas=quotas, is_running=False) as service:
+        for name in ("one", "two"):
+            await service.submit(name=name)
+            await service.call("POST", f"/v1/jobs/{name}/pause")
+        answers = await asyncio.gather(
+            *(service.call("POST", f"/v1/jobs/{name}/resume") for name in ("one", "two"))
+        )
+        assert sorted(answer.status_code for answer in answers) == [200, 429]
+        assert len((await service.get("/v1/jobs?state=queued"))["jobs"]) == 1
