@@ -151,6 +151,7 @@ class Controller:
             store,
             self._roster,
             self._jobs,
+            self._tenants,
             start=self._start_evaluation,
             visit=self._visit,
             on_visit_over=self._lifecycle.start_waiting,
@@ -222,6 +223,7 @@ class Controller:
             NotFound: no such job, or the version is not kept.
             Conflict: the job is just starting or ending, or the server does not run.
             InvalidRequest: the job has no held-out prompts.
+            QuotaExceeded: too many jobs that do not run are being judged.
         """
         await self._judging.ask(tenant_id, name, version)
 

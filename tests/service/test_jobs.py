@@ -1,12 +1,13 @@
 """Jobs over HTTP: handed over once, followed, stopped, compared, removed."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from marlaas.types import Quotas
-from tests.service.bench import FOREVER, SUMS, bench
+from tests.service.bench import FAST, FOREVER, SUMS, bench
 
 pytestmark = pytest.mark.asyncio
 
@@ -229,3 +230,17 @@ async def test_resuming_jobs_does_not_overfill_the_queue(tmp_path: Path) -> None
         )
         assert sorted(answer.status_code for answer in answers) == [200, 429]
         assert len((await service.get("/v1/jobs?state=queued"))["jobs"]) == 1
+
+
+async def test_no_more_jobs_are_judged_at_once_than_may_run(tmp_path: Path) -> None:
+    quotas = Quotas(max_running_jobs=1, requests_a_second=None)
+    async with bench(tmp_path, quotas=quotas, speed=replace(FAST, token_s=0.02)) as service:
+        for name in ("one", "two"):
+            await service.submit(name=name, steps=2, eval_prompts=1)
+            await service.ended(name)
+        answers = [
+            await service.call("POST", f"/v1/jobs/{name}/evaluations", json={"version": 1})
+            for name in ("one", "two")
+        ]
+        assert [answer.status_code for answer in answers] == [202, 429]
+        assert len(service.parts.controller._jobs) <= 1
