@@ -4,6 +4,7 @@ Tokens that are sampled here are charged to the tenant like those of its jobs. W
 take and this service cannot honour is refused by name.
 """
 
+import asyncio
 from itertools import count
 from typing import Literal
 
@@ -91,7 +92,10 @@ async def _complete(
 ) -> _Sampled:
     if body.stream:
         raise UnsupportedFeature("stream: tokens are not sent one by one; expected stream: false")
-    tokens = parts.serving.tokens(prompt)
+    async with parts.readings.of(caller.tenant_id):
+        # A megabyte of text takes a second to be made tokens of: not on the loop, and not on more
+        # than one thread of all a tenant's.
+        tokens = await asyncio.to_thread(parts.serving.tokens, prompt)
     if len(tokens) >= parts.max_context:
         raise InvalidRequest(
             f"the prompt has {len(tokens)} tokens; expected less than the base's context of "
