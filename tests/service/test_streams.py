@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from marlaas import runtime
+from marlaas.errors import Unauthorized
 from marlaas.service.server import bind
 from marlaas.service.streams import RING_EVENTS
 from marlaas.store.db import Store
