@@ -1,6 +1,8 @@
 """Sizes, rates and shapes: what is too large, too fast or not well formed is refused as that."""
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from marlaas.errors import InvalidRequest
 from marlaas.service.limits import check_json
 from marlaas.types import Quotas
-from tests.service.bench import SETTINGS, SUMS, bench
+from tests.service.bench import SETTINGS, SUMS, Tokenizer, bench
 
 SMALL = replace(SETTINGS, max_body_bytes=2048, max_upload_bytes=4096)
 
