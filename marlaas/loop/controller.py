@@ -151,6 +151,7 @@ class Controller:
             store,
             self._roster,
             self._jobs,
+            self._tenants,
             start=self._start_evaluation,
             visit=self._visit,
             on_visit_over=self._lifecycle.start_waiting,
@@ -203,6 +204,18 @@ class Controller:
             raise Conflict(f"a version of job {name!r} is being judged; ask again later")
         await self._lifecycle.delete(tenant_id, name)
 
+    async def purge_tenant(self, tenant_id: TenantId) -> None:
+        """Delete a tenant with everything of it.
+
+        Raises:
+            NotFound: there is none of that name.
+            Conflict: a job of it is queued or running, or is being judged.
+        """
+        if visited := self._judging.visited_of(tenant_id):
+            raise Conflict(f"a version of {visited[0]!r} is being judged; ask again later")
+        await self._store.inner.call(Store.purge_tenant, tenant_id)
+        self._tenants.forget_use(tenant_id)
+
     async def evaluate(self, tenant_id: TenantId, name: str, version: int) -> None:
         """Begin to judge a kept version, unless it was or is being judged; training goes on.
 
@@ -210,6 +223,7 @@ class Controller:
             NotFound: no such job, or the version is not kept.
             Conflict: the job is just starting or ending, or the server does not run.
             InvalidRequest: the job has no held-out prompts.
+            QuotaExceeded: too many jobs that do not run are being judged.
         """
         await self._judging.ask(tenant_id, name, version)
 

@@ -292,6 +292,7 @@ class Lifecycle:
         Raises:
             NotFound: no such job.
             Conflict: it is done or cancelled, or has reached its cap.
+            QuotaExceeded: the tenant's queue is full.
         """
         return await to_its_end(self._resume(tenant_id, name))
 
@@ -418,7 +419,9 @@ class Lifecycle:
             cap = why_capped(stored.spec, _tokens(stored.usage), stored.usage.device_s)
             if cap:
                 raise Conflict(f"job {name!r} cannot go on: {cap}; fork it with a higher one")
-            await self._write(self._store, stored.spec, JobState.QUEUED, "")
+            quota = self._tenants.quotas(tenant_id).max_queued_jobs
+            await self._store.call(queue_again, stored.spec, max_queued=quota)
+            self._tell(stored.spec, JobState.QUEUED, "")
             stored = replace(stored, state=JobState.QUEUED, reason="")
             self._queue(stored)
         return stored
@@ -566,6 +569,17 @@ def accept(
         ):  # the job is stored: its start tries again, and says what fails
             take_fork(store, spec)
     return store.job(spec.tenant, spec.name), is_new
+
+
+def queue_again(store: Store, spec: JobSpec, *, max_queued: int | None) -> None:
+    """Write that a job waits again.
+
+    Raises:
+        QuotaExceeded: the tenant's queue is full.
+    """
+    if max_queued is not None:
+        _check_queue(store, spec.tenant, max_queued)
+    store.set_job_state(spec.tenant, spec.name, JobState.QUEUED)
 
 
 def _exists(store: Store, spec: JobSpec) -> bool:

@@ -15,14 +15,20 @@ from marlaas.errors import (
     InvalidRequest,
     MarlaasError,
     NotFound,
+    QuotaExceeded,
     StoreUnavailable,
     WorkerLost,
 )
 from marlaas.loop.job import Job
 from marlaas.loop.jobs import Roster
+from marlaas.loop.usage import Tenants
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store, StoredJob
 from marlaas.types import EventKind, JobId, JobSpec, TenantId
+
+
+RETRY_S = 10.0
+"""When a tenant that has too much judged may ask again."""
 
 
 class Judging:
@@ -36,6 +42,7 @@ class Judging:
         store: AsyncStore,
         roster: Roster,
         jobs: Mapping[JobId, Job],
+        tenants: Tenants,
         *,
         start: Callable[[Job, int], None],
         visit: Callable[[JobSpec, int], Coroutine[None, None, None]],
@@ -44,6 +51,7 @@ class Judging:
         self._store = store
         self._roster = roster
         self._jobs = jobs
+        self._tenants = tenants
         self._start = start
         self._visit = visit
         self._on_visit_over = on_visit_over
@@ -60,6 +68,10 @@ class Judging:
     def is_visited(self, job_id: JobId) -> bool:
         """Return whether a version of a job that does not run is being judged."""
         return job_id in self._visits
+
+    def visited_of(self, tenant_id: TenantId) -> list[JobId]:
+        """Return the jobs of a tenant that do not run and of which a version is being judged."""
+        return [job_id for job_id in self._visits if job_id.startswith(f"{tenant_id}/")]
 
     async def ask(self, tenant_id: TenantId, name: str, version: int) -> None:
         """See `Controller.evaluate`."""
@@ -115,6 +127,7 @@ class Judging:
         seat = self._roster.get(spec.job_id)
         if seat is not None and seat.end is not None:
             raise _in_between(spec)
+        self._check_places(spec.tenant)
         self._roster.block(spec.job_id)
         self._visits[spec.job_id] = version
         try:
@@ -125,6 +138,18 @@ class Judging:
             self._end_visit(spec)
             raise
         self._tasks.create_task(self._run_visit(spec, version))
+
+    def _check_places(self, tenant_id: TenantId) -> None:
+        """Hold visits to the numbers that jobs are held to: they take as much of a worker.
+
+        Raises:
+            QuotaExceeded: as many versions are being judged as may be.
+        """
+        quota, most = self._tenants.quotas(tenant_id).max_running_jobs, self._roster.max_running
+        if quota is not None and len(self.visited_of(tenant_id)) >= max(1, quota):
+            raise QuotaExceeded(f"the tenant's quota is {quota} jobs, judged ones too", RETRY_S)
+        if len(self._visits) >= most:
+            raise QuotaExceeded(f"{most} versions are being judged, as many as may be", RETRY_S)
 
     async def _run_visit(self, spec: JobSpec, version: int) -> None:
         try:

@@ -66,6 +66,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 
 
+MAX_VERSION_DIGITS = 20
+"""Python refuses to read numbers of thousands of digits; no version has as many as this."""
+
 MAX_TOKEN_ID = 1 << 31
 """Ids travel in 32 bits; which ones the base has, the engine knows."""
 
@@ -457,7 +460,7 @@ def find_version(store: Store, tenant_id: TenantId, model: str) -> ServedVersion
     if model == BASE_MODEL:
         return None
     job, at, which = model.partition("@")
-    is_number = which.isascii() and which.isdigit()
+    is_number = which.isascii() and which.isdigit() and len(which) <= MAX_VERSION_DIGITS
     if not job or (at and not is_number and which not in ("best", "promoted", "latest")):
         raise InvalidRequest(
             f"model {model!r}; expected base, JOB, JOB@NUMBER, JOB@best, JOB@promoted or JOB@latest"

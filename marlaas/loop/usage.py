@@ -157,6 +157,11 @@ class Tenants:
         today.tokens += tokens
         today.sandbox_cpu_s += sandbox_cpu_s
 
+    def forget_use(self, tenant_id: TenantId) -> None:
+        """The tenant is gone: another one of its name begins with nothing used."""
+        self._today.pop(tenant_id, None)
+        self._learned.discard(tenant_id)
+
     def why_spent(self, tenant_id: TenantId) -> str:
         """Return which daily quota leaves the tenant nothing for today, or nothing."""
         quotas = self.quotas(tenant_id)

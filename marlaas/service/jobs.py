@@ -19,13 +19,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Query, Response
 
-from marlaas.errors import InvalidRequest, NotFound, QuotaExceeded, UnsupportedFeature
+from marlaas.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded, UnsupportedFeature
 from marlaas.loop.jobspec import ONE_JOB_KNOBS, SEGMENT, describe_job, read_job
 from marlaas.loop.serving import find_version
 from marlaas.service.auth import WithCaller
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.places import JobName, PageSize, SweepName
 from marlaas.service.wire import JobBody, JobInfo, JobPage, SweepBody, SweepInfo, SweepRow, finite
+from marlaas.store.codec import encode
 from marlaas.store.db import Store, StoredJob
 from marlaas.store.files import check_segment
 from marlaas.types import EvalRecord, JobSpec, JobState, StepRecord, Tenant, TenantId, UploadKind
@@ -67,8 +68,9 @@ async def create_job(
 ) -> JobInfo:
     """Hand over a job, in the words of the job file but for `tenant` and `replicate`."""
     spec = await read_spec(parts, caller.tenant_id, body)
-    await _check_storage(parts, caller.tenant)
     is_new = not await parts.store.call(_is_job, caller.tenant_id, spec.name)
+    if is_new:
+        await _check_storage(parts, caller.tenant)
     stored = await parts.controller.submit(spec, idempotency_key=key)
     response.status_code = 201 if is_new else 200
     return _info(parts, stored)
@@ -270,22 +272,29 @@ def _combinations(body: SweepBody) -> Sequence[Mapping[str, Any]]:
 
 
 async def _check_queue(parts: Parts, tenant: Tenant, specs: Sequence[JobSpec]) -> None:
-    """Refuse a sweep that the tenant's queue would take only a part of.
+    """Refuse a sweep of which only a part could be taken.
 
     Raises:
         QuotaExceeded: it would.
+        Conflict: one of its names is that of another job.
     """
+    num_new = await parts.store.call(_num_new, specs)
     limit = tenant.quotas.max_queued_jobs
     if limit is None:
         return
     counts = await parts.store.call(Store.job_counts, tenant.tenant_id)
-    num_new = await parts.store.call(_num_new, specs)
     if counts.get(JobState.QUEUED, 0) + num_new > limit:
         raise QuotaExceeded(f"{num_new} new jobs do not fit a queue of {limit}", 60.0)
 
 
 def _num_new(store: Store, specs: Sequence[JobSpec]) -> int:
-    return sum(not _is_job(store, spec.tenant, spec.name) for spec in specs)
+    num_new = 0
+    for spec in specs:
+        if not _is_job(store, spec.tenant, spec.name):
+            num_new += 1
+        elif encode(store.job(spec.tenant, spec.name).spec) != encode(spec):
+            raise Conflict(f"job {spec.name!r} exists with other settings; expected another name")
+    return num_new
 
 
 @dataclass(frozen=True, slots=True)

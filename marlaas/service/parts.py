@@ -33,6 +33,8 @@ class Parts:
     rates: Rates = field(default_factory=Rates)
     uploads: Turns = field(default_factory=Turns)
     """One upload of a tenant at a time: so much is held in memory, and no more."""
+    readings: Turns = field(default_factory=Turns)
+    """One prompt of a tenant is made tokens of at a time."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the service was told to end: it takes no new work."""
 

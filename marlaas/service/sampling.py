@@ -4,6 +4,7 @@ Tokens that are sampled here are charged to the tenant like those of its jobs. W
 take and this service cannot honour is refused by name.
 """
 
+import asyncio
 from itertools import count
 from typing import Literal
 
@@ -100,9 +101,11 @@ async def _complete(
 ) -> _Sampled:
     if body.stream:
         raise UnsupportedFeature("stream: tokens are not sent one by one; expected stream: false")
-    # A body of a megabyte that cannot fit is refused before encoding it holds up everybody.
+    # What surely does not fit is refused before it is encoded. The rest may take a second: not on the
+    # loop, and not on more than one thread of all a tenant's.
     _check_room(parts.serving.least_tokens(prompt), parts.max_context)
-    tokens = parts.serving.tokens(prompt)
+    async with parts.readings.of(caller.tenant_id):
+        tokens = await asyncio.to_thread(parts.serving.tokens, prompt)
     _check_room(len(tokens), parts.max_context)
     sampling = SamplingParams(
         max_tokens=min(max_tokens, parts.max_context - len(tokens)),

@@ -26,7 +26,7 @@ from itertools import islice
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from marlaas.errors import QuotaExceeded
+from marlaas.errors import QuotaExceeded, Unauthorized
 from marlaas.service.wire import EventInfo
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
@@ -157,6 +157,8 @@ class Hub:
         self._max_streams = max_streams
         self._channels: dict[TenantId, Channel] = {}
         self._is_closed = False
+        self._revoked: set[str] = set()
+        """Keys whose streams were ended."""
         self.num_streams = 0
 
     def start(self) -> None:
@@ -183,6 +185,7 @@ class Hub:
 
         Raises:
             QuotaExceeded: too many are open, or the service ends.
+            Unauthorized: the key was revoked while its stream opened.
         """
         if self._is_closed or self.num_streams >= self._max_streams:
             raise QuotaExceeded(
@@ -190,6 +193,8 @@ class Hub:
             )
         stream = Stream(tenant_id, key_id, job)
         newest = await self._store.call(Store.last_event, tenant_id)
+        if key_id in self._revoked:
+            raise Unauthorized("this key was revoked")
         stream.cursor = newest if after is None else min(after, newest)
         channel = self._channels.get(tenant_id)
         if channel is None:
@@ -226,6 +231,8 @@ class Hub:
 
     def end(self, *, tenant_id: TenantId | None = None, key_id: str | None = None) -> None:
         """End the streams of a tenant, or those that a key opened."""
+        if key_id is not None:
+            self._revoked.add(key_id)
         for channel in self._channels.values():
             for stream in channel.streams:
                 if stream.tenant_id == tenant_id or stream.key_id == key_id:

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy import bindparam
 
 from marlaas import runtime
+from marlaas.errors import NotFound
 from marlaas.store import codec
 from marlaas.store.columns import finite_or_none
 from marlaas.store.database import insert_into, prepared
@@ -29,6 +30,9 @@ _MOVE_CURSOR = (
         jobs.c.step == bindparam("before"),
     )
     .values(step=bindparam("now"), elapsed_s=bindparam("elapsed"))
+)
+_HAS_JOB = sa.select(jobs.c.name).where(
+    jobs.c.tenant_id == bindparam("tenant"), jobs.c.name == bindparam("of_job")
 )
 _FINISHED = (
     groups.c.tenant_id == bindparam("tenant"),
@@ -131,7 +135,11 @@ class Steps(Versions):
     def add_evaluation(
         self, tenant_id: TenantId, job: str, record: EvalRecord, *, usage: Usage = _NOTHING
     ) -> None:
-        """Store what an evaluation found, and count what it took."""
+        """Store what an evaluation found, and count what it took.
+
+        Raises:
+            NotFound: the job was deleted meanwhile.
+        """
         row = {
             "tenant_id": tenant_id,
             "job": job,
@@ -140,6 +148,8 @@ class Steps(Versions):
             "record": codec.encode(record),
         }
         with self._transaction() as db:
+            if db.execute(_HAS_JOB, {"tenant": tenant_id, "of_job": job}).first() is None:
+                raise NotFound(f"no job {job!r}")
             db.execute(_add_evaluation(self._dialect), row)
             self._count(db, tenant_id, job, usage)
             self._write_event(db, tenant_id, job, EventKind.EVALUATION, _evaluation_data(record))

@@ -1,7 +1,8 @@
 """Who may do what: every route of the app, with every kind of key. The table below is the rule; a
 route that is not in it fails."""
 
-from dataclasses import dataclass, field
+import asyncio
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -10,7 +11,7 @@ from fastapi.routing import iter_route_contexts
 
 from marlaas.store.db import Store
 from marlaas.types import Quotas, TenantId
-from tests.service.bench import SUMS, Bench, bench
+from tests.service.bench import FAST, SUMS, Bench, bench
 
 pytestmark = pytest.mark.asyncio
 
@@ -300,3 +301,34 @@ async def test_a_parameter_that_a_route_does_not_know_is_refused(tmp_path: Path)
         assert answer.json()["error"]["problems"] == [
             "stat: unknown query parameter; expected after, limit, state, tenant"
         ]
+
+
+async def test_a_tenant_whose_version_is_being_judged_goes_later(tmp_path: Path) -> None:
+    async with bench(tmp_path, speed=replace(FAST, token_s=0.02)) as service:
+        await service.submit(steps=2, eval_prompts=1)
+        await service.ended("sums")
+        asked = await service.call("POST", "/v1/jobs/sums/evaluations", json={"version": 1})
+        assert asked.status_code == 202
+        early = await service.call("DELETE", "/v1/tenants/acme", who="operator")
+        assert (early.status_code, early.json()["error"]["code"]) == (409, "conflict")
+        async with asyncio.timeout(10):
+            while service.parts.controller._judging.is_visited("acme/sums"):
+                await asyncio.sleep(0.02)
+        again = await service.call("DELETE", "/v1/tenants/acme", who="operator")
+        assert again.status_code == 204
+        await service.submit(who="birch", steps=1, eval_prompts=1)
+        await service.ended("sums", who="birch")
+
+
+async def test_a_tenant_of_a_name_used_before_has_used_nothing(tmp_path: Path) -> None:
+    quotas = Quotas(requests_a_second=None, tokens_a_day=50)
+    async with bench(tmp_path, quotas=quotas) as service:
+        await service.submit()
+        async with asyncio.timeout(10):
+            while not service.parts.controller._tenants.why_spent("acme"):
+                await asyncio.sleep(0.02)
+        await service.call("POST", "/v1/jobs/sums/cancel")
+        await service.call("DELETE", "/v1/tenants/acme", who="operator")
+        again = {"tenant": "acme", "quotas": {"tokens_a_day": 50}}
+        await service.call("POST", "/v1/tenants", who="operator", json=again)
+        assert service.parts.controller._tenants.why_spent("acme") == ""

@@ -1,12 +1,13 @@
 """Jobs over HTTP: handed over once, followed, stopped, compared, removed."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from marlaas.types import Quotas
-from tests.service.bench import FOREVER, SUMS, bench
+from tests.service.bench import FAST, FOREVER, SUMS, bench
 
 pytestmark = pytest.mark.asyncio
 
@@ -191,3 +192,55 @@ async def test_a_sweep_that_the_queue_cannot_take_makes_no_job(tmp_path: Path) -
         body = {"name": "grid", "job": BASE, "grid": GRID}
         assert (await service.call("POST", "/v1/sweeps", json=body)).status_code == 429
         assert (await service.get("/v1/jobs"))["jobs"] == []
+
+
+async def test_a_version_of_thousands_of_digits_is_the_callers_fault(tmp_path: Path) -> None:
+    async with bench(tmp_path, is_running=False) as service:
+        await service.submit()
+        fork = {"job": "sums", "version": "9" * 5000}
+        answer = await service.call("POST", "/v1/jobs", json={**SUMS, "name": "two", "fork": fork})
+        assert answer.status_code == 422
+
+
+async def test_a_sweep_with_the_name_of_another_job_makes_no_job(tmp_path: Path) -> None:
+    async with bench(tmp_path, is_running=False) as service:
+        await service.submit(name="grid-002", steps=77)
+        body = {"name": "grid", "job": BASE, "grid": GRID}
+        assert (await service.call("POST", "/v1/sweeps", json=body)).status_code == 409
+        names = [row["name"] for row in (await service.get("/v1/jobs"))["jobs"]]
+        assert names == ["grid-002"]
+
+
+async def test_the_same_job_again_needs_no_storage(tmp_path: Path) -> None:
+    async with bench(tmp_path, is_running=False) as service:
+        await service.submit()
+        change = {"quotas": {"stored_bytes": 0}}
+        await service.call("PATCH", "/v1/tenants/acme", who="operator", json=change)
+        assert (await service.call("POST", "/v1/jobs", json=SUMS)).status_code == 200
+
+
+async def test_resuming_jobs_does_not_overfill_the_queue(tmp_path: Path) -> None:
+    quotas = Quotas(max_queued_jobs=1, requests_a_second=None)
+    async with bench(tmp_path, quotas=quotas, is_running=False) as service:
+        for name in ("one", "two"):
+            await service.submit(name=name)
+            await service.call("POST", f"/v1/jobs/{name}/pause")
+        answers = await asyncio.gather(
+            *(service.call("POST", f"/v1/jobs/{name}/resume") for name in ("one", "two"))
+        )
+        assert sorted(answer.status_code for answer in answers) == [200, 429]
+        assert len((await service.get("/v1/jobs?state=queued"))["jobs"]) == 1
+
+
+async def test_no_more_jobs_are_judged_at_once_than_may_run(tmp_path: Path) -> None:
+    quotas = Quotas(max_running_jobs=1, requests_a_second=None)
+    async with bench(tmp_path, quotas=quotas, speed=replace(FAST, token_s=0.02)) as service:
+        for name in ("one", "two"):
+            await service.submit(name=name, steps=2, eval_prompts=1)
+            await service.ended(name)
+        answers = [
+            await service.call("POST", f"/v1/jobs/{name}/evaluations", json={"version": 1})
+            for name in ("one", "two")
+        ]
+        assert [answer.status_code for answer in answers] == [202, 429]
+        assert len(service.parts.controller._jobs) <= 1

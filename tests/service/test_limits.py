@@ -1,6 +1,8 @@
 """Sizes, rates and shapes: what is too large, too fast or not well formed is refused as that."""
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from marlaas.errors import InvalidRequest
 from marlaas.service.limits import check_json
 from marlaas.types import Quotas
-from tests.service.bench import SETTINGS, SUMS, bench
+from tests.service.bench import SETTINGS, SUMS, Tokenizer, bench
 
 SMALL = replace(SETTINGS, max_body_bytes=2048, max_upload_bytes=4096)
 
@@ -108,3 +110,24 @@ async def test_a_body_that_is_no_job_is_refused_in_the_usual_shape(
         error = answer.json()["error"]
         assert (error["code"], bool(error["message"])) == ("invalid_request", True)
         assert error["request_id"] == answer.headers["X-Request-Id"]
+
+
+async def test_a_prompt_that_takes_long_to_read_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(self: Tokenizer, text: str) -> list[int]:
+        time.sleep(0.5)
+        return [1]
+
+    monkeypatch.setattr(Tokenizer, "encode", slowly)
+    async with bench(tmp_path) as service:
+        body = {"model": "base", "prompt": "x", "max_tokens": 1}
+        asking = [
+            asyncio.create_task(service.call("POST", "/v1/completions", json=body))
+            for _ in range(3)
+        ]
+        await asyncio.sleep(0.1)
+        began_s = time.monotonic()
+        await service.get("/v1/whoami", who="birch")
+        assert time.monotonic() - began_s < 0.3
+        assert [(await one).status_code for one in asking] == [200] * 3

@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from marlaas import runtime
+from marlaas.errors import Unauthorized
 from marlaas.service.server import bind
 from marlaas.service.streams import RING_EVENTS
 from marlaas.store.db import Store
@@ -240,3 +241,15 @@ async def test_many_idle_streams_are_cheap(tmp_path: Path) -> None:
             assert (runtime.rss_bytes() - before_bytes) / count < 300_000
             await say(service, "to all")
         assert heard == ["to all"] * count
+
+
+async def test_a_stream_does_not_open_with_a_key_that_was_revoked_meanwhile(tmp_path: Path) -> None:
+    async with bench(tmp_path, is_running=False) as service:
+        hub = service.parts.hub
+        key_id = (await service.get("/v1/whoami"))["key_id"]
+        opening = asyncio.create_task(hub.open("acme", key_id=key_id, job=None, after=None))
+        await asyncio.sleep(0)
+        hub.end(key_id=key_id)
+        with pytest.raises(Unauthorized):
+            await opening
+        assert hub.num_streams == 0
