@@ -26,7 +26,6 @@ from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store, StoredJob
 from marlaas.types import EventKind, JobId, JobSpec, TenantId
 
-
 RETRY_S = 10.0
 """When a tenant that has too much judged may ask again."""
 

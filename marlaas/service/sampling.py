@@ -101,8 +101,8 @@ async def _complete(
 ) -> _Sampled:
     if body.stream:
         raise UnsupportedFeature("stream: tokens are not sent one by one; expected stream: false")
-    # What surely does not fit is refused before it is encoded. The rest may take a second: not on the
-    # loop, and not on more than one thread of all a tenant's.
+    # What surely does not fit is refused before it is encoded. The rest may take a second: not on
+    # the loop, and not on more than one thread of all a tenant's.
     _check_room(parts.serving.least_tokens(prompt), parts.max_context)
     async with parts.readings.of(caller.tenant_id):
         tokens = await asyncio.to_thread(parts.serving.tokens, prompt)

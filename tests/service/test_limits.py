@@ -112,6 +112,7 @@ async def test_a_body_that_is_no_job_is_refused_in_the_usual_shape(
         assert error["request_id"] == answer.headers["X-Request-Id"]
 
 
+@pytest.mark.asyncio
 async def test_a_prompt_that_takes_long_to_read_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
