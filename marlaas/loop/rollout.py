@@ -110,6 +110,7 @@ class GroupRollout:
         self._tokenizer = tokenizer
         self._episodes: list[Episode] = []
         self._tasks: list[asyncio.Task[Trajectory]] = []
+        self._is_cut = False
 
     async def run(self, generator: Generator) -> Group:
         """Sample every trajectory and return the group.
@@ -133,6 +134,8 @@ class GroupRollout:
             Episode(self._spec, self._tokenizer, plan, index, prompt, opening)
             for index in range(plan.size)
         ]
+        for episode in self._episodes:
+            episode.is_cut = self._is_cut
         self._tasks = [
             asyncio.create_task(episode.run(env, generator, max_turns))
             for episode, env in zip(self._episodes, envs, strict=True)
@@ -147,10 +150,12 @@ class GroupRollout:
 
     def cut(self) -> None:
         """End what is unfinished, typed as stragglers."""
+        self._is_cut = True
         for episode, task in zip(self._episodes, self._tasks, strict=True):
             if not episode.is_over:
                 episode.is_cut = True
-                task.cancel()
+                if episode.has_begun:  # the others see it when they do; a task that is cancelled
+                    task.cancel()  # before its first line would leave nothing behind
 
 
 class Episode:
@@ -168,6 +173,7 @@ class Episode:
         self.is_over = False
         """The verdict is in; only cleaning up is left."""
         self.is_cut = False
+        self.has_begun = False
         self._spec = spec
         self._tokenizer = tokenizer
         self._plan = plan
@@ -188,8 +194,11 @@ class Episode:
 
     async def run(self, env: Env, generator: Generator, max_turns: int) -> Trajectory:
         """Play the episode to its end; failures become the trajectory's typed end."""
+        self.has_begun = True
         verdict, detail = EnvStep(reward=0.0), ""
         try:
+            if self.is_cut:
+                raise asyncio.CancelledError
             end, verdict = await self._play(env, generator, max_turns)
         except EnvironmentFailure as failure:
             end, detail = TrajectoryEnd(failure.kind.value), str(failure)

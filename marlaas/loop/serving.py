@@ -348,10 +348,7 @@ class Serving:
             device_s=sum(seconds for _, seconds in order.done),
         )
         job = order.version.job if order.version else ""
-        try:
-            await self._store.call(Store.add_usage, order.tenant_id, job, usage)
-        except NotFound:  # the job was deleted meanwhile
-            await self._store.call(Store.add_usage, order.tenant_id, "", usage)
+        await self._store.call(Store.add_usage, order.tenant_id, job, usage)
         if order.station is not None:
             await order.station.learn_rates()
 

@@ -8,7 +8,8 @@ second with the newest lines, and says how many it left out.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from marlaas.errors import MarlaasError
 from marlaas.store.async_store import AsyncStore
@@ -21,8 +22,18 @@ MAX_LINES = 50
 MAX_CHARS = 5000
 """Of one line."""
 
+MAX_EVENT_CHARS = 20_000
+"""Of all lines of one event: pages and streams hold many events at once."""
+
 PAUSE_S = 1.0
 """Between two events of one job."""
+
+
+def newest(lines: Sequence[str]) -> list[str]:
+    """Return the newest lines that fit one event, in their order."""
+    ends = accumulate(len(line) for line in reversed(lines))
+    num_kept = sum(end <= MAX_EVENT_CHARS for end in ends)
+    return list(lines)[len(lines) - num_kept :]
 
 
 class JobLogs:
@@ -41,7 +52,8 @@ class JobLogs:
         async def write() -> None:
             nonlocal num_lost
             while waiting:
-                lines, lost = list(waiting), num_lost
+                lines, lost = newest(waiting), num_lost + len(waiting)
+                lost -= len(lines)
                 waiting.clear()
                 num_lost = 0
                 left_out = [f"({lost} earlier lines were left out)"] if lost else []

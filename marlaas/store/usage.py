@@ -15,7 +15,7 @@ from sqlalchemy import bindparam, func
 from marlaas import runtime
 from marlaas.store.database import insert_into, prepared
 from marlaas.store.events import Events
-from marlaas.store.schema import USAGE_COLUMNS, uploads, versions
+from marlaas.store.schema import USAGE_COLUMNS, jobs, uploads, versions
 from marlaas.store.schema import usage as table
 from marlaas.types import TenantId, Usage
 
@@ -50,6 +50,9 @@ def _hand_over(dialect: str) -> sa.Executable:
     return insert.on_conflict_do_update(index_elements=["tenant_id", "job", "day"], set_=added)
 
 
+_HAS_JOB = sa.select(jobs.c.name).where(
+    jobs.c.tenant_id == bindparam("tenant"), jobs.c.name == bindparam("of_job")
+)
 _DROP = sa.delete(table).where(_OF_TENANT, table.c.job == bindparam("of_job"))
 _TOTAL = sa.select(*_SUMS).where(_OF_TENANT, table.c.day >= bindparam("since"))
 _BY_JOB = sa.select(table.c.job, *_SUMS).where(_OF_TENANT).group_by(table.c.job)
@@ -77,8 +80,11 @@ class UsageRecords(Events):
     """The part of `Store` that counts."""
 
     def add_usage(self, tenant_id: TenantId, job: str, usage: Usage) -> None:
-        """Add to today's usage of a job, or (job `''`) of the tenant outside jobs."""
+        """Add to today's usage of a job, or (job `''`, or one that was deleted meanwhile) of the
+        tenant outside jobs."""
         with self._transaction() as db:
+            if job and db.execute(_HAS_JOB, {"tenant": tenant_id, "of_job": job}).first() is None:
+                job = ""  # a later job of that name has not used it
             self._count(db, tenant_id, job, usage)
 
     def usage(self, tenant_id: TenantId, *, since_day: str | None = None) -> Usage:

@@ -359,3 +359,27 @@ def test_cancelling_a_group_is_not_a_cut() -> None:
         return family
 
     assert [env.num_closed for env in runtime.run_virtual(main()).envs] == [1, 1]
+
+
+@pytest.mark.parametrize("num_turns_of_loop", [0, 1])
+def test_a_group_cut_before_its_episodes_begin_ends_as_stragglers(num_turns_of_loop: int) -> None:
+    async def main() -> tuple[Group, Replies, float]:
+        family = Echo(lambda *_: done())
+        generator = Replies(lambda request: "x\n")
+        plan = GroupPlan(index=0, version=0, size=2)
+        rollout = GroupRollout(SPEC, family, ByteTokenizer(), plan)
+
+        async def cut() -> None:
+            rollout.cut()
+
+        running = asyncio.create_task(rollout.run(generator))
+        # Before the group runs, or when it has made its tasks and none of them has begun.
+        if num_turns_of_loop:
+            await asyncio.create_task(cut())
+        else:
+            rollout.cut()
+        return await running, generator, runtime.now_s()
+
+    group, generator, now_s = runtime.run_virtual(main())
+    assert now_s == 0 and generator.requests == []
+    assert [one.end for one in group.trajectories] == [TrajectoryEnd.STRAGGLER] * 2

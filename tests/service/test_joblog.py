@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from marlaas.service import joblog
-from marlaas.service.joblog import MAX_LINES, JobLogs
+from marlaas.service.joblog import MAX_CHARS, MAX_EVENT_CHARS, MAX_LINES, JobLogs
 from marlaas.service.limits import Turns
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
@@ -54,3 +54,21 @@ async def test_turns_come_one_by_one_for_a_name_and_side_by_side_for_others() ->
     assert order.index("a1 out") < order.index("a2 in")
     assert order.index("b in") < order.index("a1 out")
     assert turns._locks == {}
+
+
+async def test_an_event_holds_the_newest_lines_that_fit(tmp_path: Path) -> None:
+    store = AsyncStore(Store.open(tmp_path))
+    await store.call(Store.add_job, SPEC.tenant, SPEC)
+    logs = JobLogs(store)
+    log = logs.of(SPEC)
+    for number in range(MAX_LINES):
+        log(f"{number:02d} " + "x" * MAX_CHARS)
+    await asyncio.sleep(0.1)
+    await logs.close()
+    events = await store.call(Store.events, SPEC.tenant, job="sums")
+    await store.close()
+    (text,) = [str(event.data["text"]) for event in events if event.kind == "log"]
+    assert len(text) <= MAX_EVENT_CHARS + 100
+    first, *lines = text.splitlines()
+    assert first == f"({MAX_LINES - len(lines)} earlier lines were left out)"
+    assert lines[-1].startswith(f"{MAX_LINES - 1} ")

@@ -4,7 +4,7 @@ import pytest
 
 from marlaas import runtime
 from marlaas.store.db import Store
-from marlaas.types import Usage
+from marlaas.types import JobSpec, JobState, TenantId, Usage
 from tests.store.records import ACME, OTHER, spec_of, with_finished
 
 DAY_S = 86400.0
@@ -43,3 +43,14 @@ def test_stored_bytes_count_the_groups(store: Store) -> None:
     with_finished(store, ACME, 0, 1)
     blobs = store._connection.exec_driver_sql("SELECT record FROM group_records").scalars().all()
     assert store.stored_bytes(ACME) == sum(len(blob) for blob in blobs) > 0
+
+
+def test_what_a_deleted_job_used_afterwards_is_not_a_later_ones(store: Store) -> None:
+    later = JobSpec(tenant=TenantId("acme"), name="later", env={})
+    store.add_job(later.tenant, later)
+    store.set_job_state(later.tenant, later.name, JobState.CANCELLED)
+    store.delete_job(later.tenant, later.name)
+    store.add_usage(later.tenant, later.name, Usage(device_s=100.0))
+    store.add_job(later.tenant, later)
+    assert store.job(later.tenant, later.name).usage == Usage()
+    assert store.usage_by_job(later.tenant)[""].device_s == 100.0
