@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,29 @@ TORCH_CHANCE = {"rand", "randn", "randint", "randperm", "multinomial", "bernoull
 def test_imports_go_downward_only_and_the_light_side_never_reaches_torch(capsys):
     code = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
     assert code == 0, capsys.readouterr().out
+
+
+DISTRIBUTIONS = {"yaml": "pyyaml", "pydantic": "fastapi", "starlette": "fastapi"}
+"""Where a module comes from, if not from the distribution of its name; of those that fastapi stands
+on, fastapi decides the version."""
+
+EXTRAS = {"gguf", "psycopg"}
+"""Modules that only an extra brings; who needs them says so when they are missing."""
+
+
+def test_a_plain_installation_has_everything_that_the_package_imports():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[^a-z0-9-]", line.lower())[0] for line in project["dependencies"]}
+    imported = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {name.name.split(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.split(".")[0])
+    third_party = imported - sys.stdlib_module_names - {"marlaas"} - EXTRAS
+    needed = {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in third_party}
+    assert needed <= declared
 
 
 def test_the_command_line_starts_without_torch():
