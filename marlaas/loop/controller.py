@@ -127,7 +127,7 @@ class Controller:
         self._store = PatientStore(store)
         self._tenants = Tenants(self._settings.weights)
         self._wake = asyncio.Event()
-        self._placement = Placement(workers, self._tenants.weights, on_room=self._wake.set)
+        self._placement = Placement(workers, self._tenants.weights, on_room=self._note_room)
         self._tokenizer = tokenizer
         self._make_family = make_family
         self._observers = [observer] if observer else []
@@ -387,7 +387,7 @@ class Controller:
         async with asyncio.TaskGroup() as tasks:
             policy = Policy(
                 spec, self._placement, self._store,
-                watch=self._watchdog.watch, on_room=self._wake.set,
+                watch=self._watchdog.watch, on_room=self._note_room,
             )  # fmt: skip
             job = self._place(spec, tasks, policy)
             try:
@@ -448,7 +448,7 @@ class Controller:
         told to the tenant."""
         policy = VisitingPolicy(
             spec, self._placement, self._store, version,
-            watch=self._watchdog.watch, on_room=self._wake.set,
+            watch=self._watchdog.watch, on_room=self._note_room,
         )  # fmt: skip
         try:
             with self._watchdog.running(spec):
@@ -605,6 +605,11 @@ class Controller:
         if usage != Usage():
             self._tenants.use(job.spec.tenant, sandbox_cpu_s=usage.sandbox_cpu_s)
             await self._record(job.spec, Store.add_usage, usage)
+
+    def _note_room(self) -> None:
+        """A worker may have room: look again if somebody waits for it."""
+        if any(station.queue.has_waiting for station in self._placement.stations):
+            self._wake.set()
 
     def _wake_all(self) -> None:
         """Quotas leave more than before, or a day has begun: whoever can, opens a group."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from marlaas.types import Group, JobId, JobSpec, TenantId, WorkerStats
 
 K = TypeVar("K")
@@ -153,6 +155,11 @@ class FairQueue:
         if spec.tenant in self._jobs:
             self._jobs[spec.tenant].forget(spec.job_id)
 
+    @property
+    def has_waiting(self) -> bool:
+        """True while some job could open a group."""
+        return len(self._tenants) > 0
+
     def next(self) -> JobId | None:
         """Return the job whose turn it is, or None."""
         tenant = self._tenants.head()
@@ -190,7 +197,7 @@ class TokenCounts:
     def of(cls, group: Group, *, is_training: bool) -> "TokenCounts":
         """Count a finished group: the shared opening once, each sampled and each trained token."""
         trajectories = group.trajectories
-        decode = sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories)
+        decode = sum(int(np.count_nonzero(trajectory.loss_mask)) for trajectory in trajectories)
         total = sum(len(trajectory.tokens) for trajectory in trajectories)
         openings = [trajectory.turns[0].start for trajectory in trajectories if trajectory.turns]
         shared = sum(openings) - max(openings, default=0)
