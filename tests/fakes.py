@@ -129,6 +129,10 @@ class ScriptedFamily:
     fail_rate: float = 0.0
     crash: str = ""
     """Where the family's own code raises: "prompt", "step" or nowhere."""
+    lost_starts: int = 0
+    """Times that its sandbox dies while it starts."""
+    starts: list[float] = field(default_factory=list)
+    """When it was started."""
     name: str = "scripted"
 
     def prompt(self, index: int, *, seed: int, split: str) -> Prompt:
@@ -144,7 +148,9 @@ class ScriptedFamily:
         return [ScriptedEnv(self, prompt, index) for index in range(num_envs)]
 
     async def start(self) -> None:
-        pass
+        self.starts.append(runtime.now_s())
+        if len(self.starts) <= self.lost_starts:
+            raise EnvironmentFailure(FailureKind.SANDBOX_LOST, "the sandbox cannot start")
 
     async def stop(self) -> None:
         pass

@@ -14,7 +14,7 @@ from marlaas.bench.crash_trial import Trial
 from marlaas.loop.usage import sampled_tokens, trained_tokens
 from marlaas.store.codec import encode
 from marlaas.store.db import GroupState, Store
-from marlaas.types import EventKind, JobState, TenantId
+from marlaas.types import EventKind, JobState, TenantId, Usage
 
 
 @dataclass(kw_only=True)
@@ -95,7 +95,7 @@ def _check_groups(findings: Findings, store: Store, job: Job, trained: Mapping[i
     sampled = sum(sampled_tokens(group) for _, group in rows)
     dropped = {row.index: row.reason for row, _ in rows if row.state is not GroupState.TRAINED}
     tokens = trained_tokens([group for _, group in rows], dropped)
-    usage = store.usage_by_job(tenant_id)[name]
+    usage = store.usage_by_job(tenant_id).get(name, Usage())
     if (usage.sampled_tokens, usage.trained_tokens) != (sampled, tokens):
         findings.faults.append(f"{job}: usage {usage}, stored are {sampled} and {tokens} tokens")
 

@@ -29,7 +29,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from marlaas.envs.base import Family
 from marlaas.envs.latency import with_latency
-from marlaas.errors import Conflict, MarlaasError, WorkerLost
+from marlaas.errors import Conflict, EnvironmentFailure, FailureKind, MarlaasError, WorkerLost
 from marlaas.loop import algorithms
 from marlaas.loop.evaluation import Evaluation, is_due
 from marlaas.loop.fairness import TokenCounts
@@ -69,6 +69,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+MAX_LOST_STARTS = 2
+"""Times that a job's sandbox may die while it starts, as any process may, before the job fails."""
 
 MAX_ATTEMPTS = 6
 """Attempts at one step, each of which loses the worker, before its job is given up: the step may be
@@ -411,7 +414,7 @@ class Controller:
         """Set a job where the store left it: environment up, policy live, evaluations under way."""
         await job.restore(self._store)
         await self._tenants.learn_today(self._store, job.spec.tenant)
-        await job.family.start()
+        await _start(job.family)
         missing = await self._missing_evaluations(job)
         for version in missing:
             job.policy.hold(version)
@@ -463,7 +466,7 @@ class Controller:
                 await job.restore(self._store)
                 await self._tenants.learn_today(self._store, spec.tenant)
                 job.buffer.close()
-                await job.family.start()
+                await _start(job.family)
                 await job.policy.start(policy.version)
                 job.is_open = True
                 if policy.version not in job.judged:
@@ -655,3 +658,15 @@ class Controller:
     def _tell(self, notify: Callable[[JobObserver], None]) -> None:
         for observer in self._observers:
             notify(observer)
+
+
+async def _start(family: Family) -> None:
+    """Start a job's environment, again if its sandbox dies meanwhile."""
+    for _ in range(MAX_LOST_STARTS):
+        try:
+            return await family.start()
+        except EnvironmentFailure as failure:
+            if failure.kind is not FailureKind.SANDBOX_LOST:
+                raise
+            logger.warning("starting again: %s", failure)
+    await family.start()

@@ -358,6 +358,18 @@ def test_an_environment_that_never_works_fails_its_job_with_the_error(
     assert run.state(fine) == (JobState.DONE, "")
 
 
+@pytest.mark.parametrize(
+    ("lost_starts", "state"), [(1, JobState.DONE), (2, JobState.DONE), (3, JobState.FAILED)]
+)
+def test_a_sandbox_that_dies_while_it_starts_is_started_again(
+    tmp_path: Path, lost_starts: int, state: JobState
+) -> None:
+    spec = job(env={"lost_starts": lost_starts})
+    found, reason = Run(tmp_path, spec).state(spec)
+    assert found is state
+    assert (reason == "") == (state is JobState.DONE)
+
+
 def test_a_straggler_is_cut_and_its_finished_siblings_are_trained_on(tmp_path: Path) -> None:
     spec = job(
         env={"tool_s": 0.2, "tail": 0.5}, steps=30, max_staleness=1, straggler_deadline_s=2.0
