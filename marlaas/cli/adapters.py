@@ -27,8 +27,8 @@ def command(args: argparse.Namespace) -> int:
             out = args.out or Path(f"{args.job}-{version}")
             print(f"PEFT folder: {adapter.download(out)}")
         elif args.action == "merged":
-            out = args.out or Path(f"{args.job}-{version}.tar")
-            print(f"Merged base: {adapter.merged(out)}")
+            out = args.out or Path(f"{args.job}-{version}-merged")
+            print(f"Model folder: {adapter.merged(out)}")
         elif args.action == "promote":
             print(f"{args.job}@promoted is now version {adapter.promote().version}")
         elif args.json:

@@ -55,7 +55,7 @@ def _add_serve(commands: Commands, load: Load) -> None:
         help="run the service",
         description="Run the service until SIGTERM or Ctrl-C; what is done is kept.",
         epilog="Every setting may stand in the file, or as MARLAAS_NAME in the environment; a flag "
-        "wins over a variable, and that over the file. docs/operating.md lists them.",
+        "wins over a variable, and that over the file. docs/operations.md lists them.",
     )
     serve.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML or TOML")
     serve.add_argument("--data", metavar="DIR", help="where the database and all files lie")
@@ -170,16 +170,22 @@ def _add_backups(commands: Commands, load: Load) -> None:
     backup = commands.add_parser(
         "backup",
         help="copy a service's data while it runs",
-        description="Write a consistent copy of a service's data; it may run meanwhile.",
+        description="Write a consistent copy of a service's data into a folder; the service may run "
+        "meanwhile.",
     )
-    backup.add_argument("target", type=Path, metavar="TARGET", help="the backup to write")
+    backup.add_argument("target", type=Path, metavar="TARGET", help="the folder to write")
     restore = commands.add_parser(
         "restore",
         help="make a data folder from a backup",
         description="Make a new data folder from a backup.",
     )
-    restore.add_argument("archive", type=Path, metavar="BACKUP")
+    restore.add_argument("archive", type=Path, metavar="BACKUP", help="a folder that backup wrote")
+    data = {
+        "backup": "the service's data folder (default: marlaas-data)",
+        "restore": "the data folder to make (default: marlaas-data)",
+    }
     for parser, name in ((backup, "backup"), (restore, "restore")):
         parser.add_argument("--config", type=Path, metavar="FILE", help="settings of the service")
-        parser.add_argument("--data", metavar="DIR", help="the service's data folder")
+        parser.add_argument("--data", metavar="DIR", help=data[name])
+        parser.add_argument("--database", metavar="URL", help="PostgreSQL instead of SQLite in DIR")
         parser.set_defaults(command=load("serve", name))

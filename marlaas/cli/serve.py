@@ -49,7 +49,7 @@ def _keep_key(url: str, key: str) -> None:
 
 def backup(args: argparse.Namespace) -> int:
     """Copy a service's data into a folder; the service may run meanwhile."""
-    settings = _settings(args, {})
+    settings = _settings(args, {"database": args.database})
     folder = _data_folder(settings)
     store = Store.open(folder, url=settings.database or None)
     try:
@@ -64,7 +64,7 @@ def backup(args: argparse.Namespace) -> int:
 
 def restore(args: argparse.Namespace) -> int:
     """Make a new data folder from a backup."""
-    settings = _settings(args, {})
+    settings = _settings(args, {"database": args.database})
     restore_backup(args.archive, Path(settings.folder), url=settings.database or None)
     print(f"Restored. To go on with it: marlaas serve --data {settings.folder}")
     return 0

@@ -1,4 +1,5 @@
-"""Unpacks an adapter's archive, which came over a network, into a folder of plain files.
+"""Unpacks the archive of an adapter or a model, which came over a network, into a folder of plain
+files.
 
 - Nothing lands outside the folder: names that are absolute or climb, links and devices are refused.
 - The folder is there whole or not at all, and no larger than the caller allows: sizes are added up
@@ -15,29 +16,41 @@ from marlaas.errors import InvalidRequest
 
 MAX_ADAPTER_BYTES = 8 << 30
 """Far above the adapter of rank 64 of any base that this runs on."""
+MAX_MODEL_BYTES = 1 << 40
+"""Far above any base that this runs on, merged or not."""
 MAX_MEMBERS = 1000
 
 
 def unpack(archive: Path, folder: Path, *, max_bytes: int = MAX_ADAPTER_BYTES) -> Path:
-    """Unpack a tar.gz of plain files into a new folder.
+    """Unpack a tar, or a tar.gz by its name, of plain files into a new folder.
 
     Raises:
         InvalidRequest: the folder has content already, or the archive is not what it should be.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidRequest(f"{folder}: exists and is not empty; expected a new folder")
+    check_new(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".marlaas-", dir=folder.parent) as beside:
         part = Path(beside) / folder.name
         part.mkdir()
+        mode = "r:gz" if archive.suffix == ".gz" else "r:"
         try:
-            with tarfile.open(archive, "r:gz") as tar:
+            with tarfile.open(archive, mode) as tar:
                 for member, path in _plain_files(tar, max_bytes):
                     _write(tar, member, part / path)
         except (tarfile.TarError, EOFError, OSError) as error:
             raise InvalidRequest(f"{archive.name}: cannot be unpacked ({error})") from error
         part.replace(folder)
     return folder
+
+
+def check_new(folder: Path) -> None:
+    """Refuse a folder that has content, before anything is fetched for it.
+
+    Raises:
+        InvalidRequest: something lies there already.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidRequest(f"{folder}: exists and is not empty; expected a new folder")
 
 
 def _plain_files(

@@ -19,7 +19,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from marlaas import runtime
-from marlaas.client.archive import unpack
+from marlaas.client.archive import MAX_ADAPTER_BYTES, MAX_MODEL_BYTES, check_new, unpack
 from marlaas.client.progress import ProgressLine
 from marlaas.client.records import (
     Evaluation,
@@ -250,15 +250,21 @@ class Adapter:
 
     def download(self, path: str | Path) -> Path:
         """Write it as a PEFT folder, new at `path`, and return where it lies."""
-        folder = Path(path)
-        with tempfile.TemporaryDirectory() as beside:
-            archive = Path(beside) / "adapter.tar.gz"
-            self._transport.download(f"{self._path}/adapter", archive)
-            return unpack(archive, folder)
+        return self._fetch("adapter", "adapter.tar.gz", Path(path), MAX_ADAPTER_BYTES)
 
     def merged(self, path: str | Path) -> Path:
-        """Write the base with the adapter merged into it, a tar of a Hugging Face folder."""
-        return self._transport.download(f"{self._path}/merged", Path(path))
+        """Write the base with the adapter merged into it as a Hugging Face folder, new at `path`,
+        and return where it lies."""
+        return self._fetch("merged", "model.tar", Path(path), MAX_MODEL_BYTES)
+
+    def _fetch(self, what: str, name: str, folder: Path, max_bytes: int) -> Path:
+        check_new(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the folder: a model is larger than many a place for temporary files.
+        with tempfile.TemporaryDirectory(prefix=".marlaas-", dir=folder.parent) as beside:
+            archive = Path(beside) / name
+            self._transport.download(f"{self._path}/{what}", archive)
+            return unpack(archive, folder, max_bytes=max_bytes)
 
     def promote(self) -> Version:
         """Make it the one that `JOB@promoted` means; it is kept until another one is."""

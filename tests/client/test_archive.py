@@ -42,6 +42,15 @@ def test_plain_files_land_in_a_new_folder(tmp_path, place):
     assert [path.name for path in folder.parent.iterdir()] == ["adapter"]
 
 
+def test_a_model_comes_as_a_plain_tar(tmp_path, place):
+    with tarfile.open(tmp_path / "model.tar", "w") as tar:
+        info = tarfile.TarInfo("config.json")
+        info.size = 2
+        tar.addfile(info, io.BytesIO(b"{}"))
+    folder = unpack(tmp_path / "model.tar", place / "model")
+    assert (folder / "config.json").read_bytes() == b"{}"
+
+
 @pytest.mark.parametrize(
     ("member", "words"),
     [

@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
 
 import marlaas
 from marlaas.client import Client, Job
@@ -123,9 +123,13 @@ def test_a_version_is_promoted_and_the_base_merged_with_it(done: Job, tmp_path: 
     assert done.adapter(4).promote().is_promoted
     assert done.refresh().info.promoted == 4
     assert [row.version for row in done.versions() if row.is_promoted] == [4]
-    path = done.adapter("promoted").merged(tmp_path / "merged.tar")
-    with tarfile.open(path) as tar:
-        assert "config.json" in tar.getnames()
+    folder = done.adapter("promoted").merged(tmp_path / "merged")
+    assert folder == tmp_path / "merged"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.num_parameters() > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+    with pytest.raises(InvalidRequest, match="not empty"):
+        done.adapter("promoted").merged(folder)
 
 
 def test_a_kept_version_is_judged_when_asked_for(done: Job):
