@@ -170,8 +170,8 @@ def _add_backups(commands: Commands, load: Load) -> None:
     backup = commands.add_parser(
         "backup",
         help="copy a service's data while it runs",
-        description="Write a consistent copy of a service's data into a folder; the service may run "
-        "meanwhile.",
+        description="Write a consistent copy of a service's data into a folder. The service may "
+        "run meanwhile.",
     )
     backup.add_argument("target", type=Path, metavar="TARGET", help="the folder to write")
     restore = commands.add_parser(

@@ -60,7 +60,7 @@ class MathFamily:
         question = sum_question(terms) if is_sum else word_question(terms, stream)
         return Prompt(
             index=index,
-            messages=(Message("user", f"{question} {_INSTRUCTIONS[settings.answer]}"),),
+            messages=(Message("user", f"{question} {INSTRUCTIONS[settings.answer]}"),),
             reference={"answer": sum(terms)},
         )
 
@@ -119,7 +119,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?[0-9]{1,12}(?![\w]|\.[0-9])")
 
 _PARSERS = {"marked": parse_answer, "last": parse_last_number}
 
-_INSTRUCTIONS = {
+INSTRUCTIONS = {
     "marked": 'End with "Answer: " and the number.',
     "last": "Reply with the number only.",
 }

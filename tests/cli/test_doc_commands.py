@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from marlaas.cli.main import make_parser
+from marlaas.envs.math import INSTRUCTIONS
 from marlaas.service import adapters, jobs, operating, records, sampling, tenants, uploads
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +59,12 @@ def test_a_command_of_the_table_has_the_flags_that_it_lists(cell: str):
     parser = subparsers()[cell.split()[1]]
     known = {option for action in parser._actions for option in action.option_strings}
     assert set(re.findall(r"(?<!\w)--?[a-z][a-z-]*", cell)) <= known
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_sum_is_asked_in_the_words_that_the_policy_was_trained_with(page: str):
+    text = (ROOT / page).read_text(encoding="utf-8").replace('\\"', '"')
+    assert text.count("What is 3 + 4?") == text.count(f"What is 3 + 4? {INSTRUCTIONS['marked']}")
 
 
 @pytest.mark.parametrize(("page", "line"), [*lines_that_begin("curl")])
