@@ -13,7 +13,6 @@
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from math import ceil
-from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -40,6 +39,7 @@ from marlaas.errors import (
 )
 from marlaas.service import adapters, jobs, operating, records, sampling, tenants, uploads
 from marlaas.service.auth import authenticated
+from marlaas.service.faults import no_route, other_methods, problems_of
 from marlaas.service.limits import BodyLimit, well_formed
 from marlaas.service.logs import RequestLog
 from marlaas.service.parts import Parts
@@ -165,25 +165,24 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
-    """Word what the schemas refuse as our own readers do, without repeating what was sent."""
+    """Word what the schemas refuse as our own readers do."""
     assert isinstance(error, RequestValidationError)
-    problems = [_worded(fault) for fault in error.errors()]
+    problems = problems_of(request, error)
     return _answer(request, 422, InvalidRequest.code, "\n".join(problems), problems)
 
 
-def _worded(fault: Mapping[str, Any]) -> str:
-    kind, *path = fault["loc"]
-    inner = ".".join(str(key) for key in path)
-    place = f"{kind}.{inner}" if kind == "body" and inner else inner or str(kind)
-    return f"{place}: {fault['msg'][:300]}"
-
-
 async def _on_refused(request: Request, error: Exception) -> JSONResponse:
+    """Word what the web framework refuses; our own routes never raise this with a bare status."""
     assert isinstance(error, HTTPException)
-    status = 422 if error.status_code == 400 else error.status_code
+    status, words = error.status_code, str(error.detail)
+    if status == 400:
+        status, words = 422, "body: cannot be read; expected JSON in UTF-8"
+    elif status == 404:
+        words = no_route(request)
+    elif status == 405:
+        words = other_methods(request)
     code = _CODES.get(error.status_code, InvalidRequest.code)
-    headers = dict(error.headers or {})
-    return _answer(request, status, code, str(error.detail), [], headers)
+    return _answer(request, status, code, words, [], dict(error.headers or {}))
 
 
 def _answer(

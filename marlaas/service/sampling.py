@@ -12,7 +12,7 @@ from fastapi import APIRouter
 
 from marlaas import runtime
 from marlaas.errors import InvalidRequest, UnsupportedFeature
-from marlaas.loop.serving import Opening
+from marlaas.loop.serving import BASE_MODEL, Opening
 from marlaas.service.auth import Caller, WithCaller
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.wire import (
@@ -23,10 +23,13 @@ from marlaas.service.wire import (
     CompletionBody,
     CompletionChoice,
     MessageInfo,
+    ModelInfo,
+    ModelList,
     SamplingBody,
     TokenCounts,
 )
-from marlaas.types import Completion, Message, SamplingParams, StopReason
+from marlaas.store.db import Store
+from marlaas.types import Completion, Message, SamplingParams, StopReason, TenantId
 
 router = APIRouter(tags=["sampling"])
 
@@ -34,6 +37,27 @@ DEFAULT_REPLY_TOKENS = 256
 """What a chat reply may take when the request does not say."""
 
 _numbers = count(1)
+
+
+@router.get("/v1/models")
+async def list_models(caller: WithCaller, parts: WithParts) -> ModelList:
+    """List what may be named as `model`: the base, the tenant's jobs, and their kept versions."""
+    return ModelList(data=await parts.store.call(_models, caller.tenant_id))
+
+
+def _models(store: Store, tenant_id: TenantId) -> list[ModelInfo]:
+    models = [ModelInfo(id=BASE_MODEL, created=0, owned_by="marlaas")]
+    for stored in store.jobs(tenant_id):
+        job = stored.spec.name
+        kept = [row for row in store.versions(tenant_id, job) if row.has_adapter]
+        # A job that is called as the base is served by its versions only.
+        names = [(job, kept[-1].created_s)] if kept and job != BASE_MODEL else []
+        names += [(f"{job}@{row.version}", row.created_s) for row in kept]
+        models += [
+            ModelInfo(id=name, created=int(created_s), owned_by=tenant_id)
+            for name, created_s in names
+        ]
+    return models
 
 
 @router.post("/v1/chat/completions")

@@ -8,7 +8,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -71,6 +71,9 @@ class Body(BaseModel):
     """Something that comes in: every field is known, or the request is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    not_supported: ClassVar[frozenset[str]] = frozenset()
+    """Fields that a caller may know from elsewhere, refused as what they are."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -706,6 +709,38 @@ class ChatMessage(Body):
 class SamplingBody(Body):
     """How to sample. What cannot be honoured is refused, never ignored."""
 
+    not_supported: ClassVar[frozenset[str]] = frozenset(
+        {
+            "logprobs",
+            "top_logprobs",
+            "tools",
+            "tool_choice",
+            "parallel_tool_calls",
+            "functions",
+            "function_call",
+            "response_format",
+            "presence_penalty",
+            "frequency_penalty",
+            "logit_bias",
+            "best_of",
+            "echo",
+            "suffix",
+            "stream_options",
+            "modalities",
+            "audio",
+            "prediction",
+            "reasoning_effort",
+            "verbosity",
+            "service_tier",
+            "store",
+            "metadata",
+            "web_search_options",
+            "prompt_cache_key",
+            "safety_identifier",
+        }  # fmt: skip
+    )
+    """What OpenAI's routes take besides."""
+
     model: str = Field(max_length=300)
     """`base`, `JOB`, `JOB@VERSION`, `JOB@latest`, `JOB@best` or `JOB@promoted`."""
     temperature: float = Field(default=1.0, ge=0, le=10, allow_inf_nan=False)
@@ -730,6 +765,21 @@ class CompletionBody(SamplingBody):
     prompt: str | list[int]
     """Text, or token ids."""
     max_tokens: int = Field(default=16, ge=1, le=10**6)
+
+
+class ModelInfo(Answer):
+    """Something that can be named as `model`."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    """Unix seconds; 0 for the base."""
+    owned_by: str
+
+
+class ModelList(Answer):
+    object: Literal["list"] = "list"
+    data: list[ModelInfo]
 
 
 class TokenCounts(Answer):

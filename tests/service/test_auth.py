@@ -73,6 +73,7 @@ RULES = [
     Rule("PUT", "/v1/environments/{environment}", TENANT, **OWN, body={"content": ENVIRONMENT}),
     Rule("GET", "/v1/uploads", TENANT, **OWN),
     Rule("POST", "/v1/chat/completions", TENANT, body={"json": CHAT}),
+    Rule("GET", "/v1/models", TENANT, **OWN),
     Rule("POST", "/v1/completions", TENANT, body={"json": {"model": "sums", "prompt": "hi"}}),
     Rule("POST", "/v1/jobs/{waiting}/pause", TENANT),
     Rule("POST", "/v1/jobs/{waiting}/resume", TENANT),

@@ -16,7 +16,7 @@ from marlaas.loop.jobspec import ONE_JOB_KNOBS, describe_job, read_job
 from marlaas.service.app import STATUS, status_of
 from marlaas.service.logs import JsonFormatter, mask
 from marlaas.service.telemetry import MAX_TENANTS, Telemetry
-from marlaas.service.wire import JobBody
+from marlaas.service.wire import ChatBody, CompletionBody, JobBody
 from marlaas.types import TenantId
 from tests.service.bench import SETTINGS, SUMS, Bench, bench
 
@@ -183,6 +183,89 @@ async def test_what_cannot_be_sampled_is_refused(
         body = {"model": "base", "messages": [{"role": "user", "content": "hi"}], **change}
         answer = await service.call("POST", "/v1/chat/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+async def test_models_are_the_base_the_jobs_and_their_kept_versions(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        await trained(service)
+        listed = await service.get("/v1/models")
+        names = [model["id"] for model in listed["data"]]
+        assert listed["object"] == "list"
+        assert names[:2] == ["base", "sums"] and "sums@3" in names
+        assert {model["owned_by"] for model in listed["data"][1:]} == {"acme"}
+        for name in names:
+            body = {"model": name, "prompt": "hi", "max_tokens": 1}
+            assert (await service.call("POST", "/v1/completions", json=body)).status_code == 200
+        others = await service.get("/v1/models", who="birch")
+        assert [model["id"] for model in others["data"]] == ["base"]
+
+
+async def test_no_field_of_openai_is_both_taken_and_refused() -> None:
+    for body in (ChatBody, CompletionBody):
+        assert body.not_supported.isdisjoint(body.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "sent", "problem"),
+    [
+        (
+            "POST", "/v1/chat/completions", {"model": "base", "messages": [], "tools": []},
+            "tools: is not supported by this service; expected a request without it",
+        ),
+        (
+            "POST", "/v1/chat/completions", {"model": "base", "messages": [{"role": "me"}]},
+            "messages.0.role: got 'me'; expected system, user, assistant or tool",
+        ),
+        ("POST", "/v1/completions", {"model": "base"}, "prompt: is missing"),
+        (
+            "POST", "/v1/completions", {"model": "base", "prompt": "x", "n": 0},
+            "n: got 0; expected at least 1",
+        ),
+        (
+            "POST", "/v1/completions", {"model": "base", "prompt": "x", "temprature": 0},
+            "temprature: unknown key; did you mean `temperature`?",
+        ),
+        (
+            "POST", "/v1/completions", {"model": "base", "prompt": "x", "stream": "perhaps"},
+            "stream: got 'perhaps'; expected true or false",
+        ),
+        (
+            "POST", "/v1/completions", {"model": "base", "prompt": 5},
+            "prompt: got 5; expected text or a list",
+        ),
+        ("GET", "/v1/usage?days=0", None, "days: got 0; expected at least 1"),
+        ("GET", "/v1/usage?days=many", None, "days: got many; expected a whole number"),
+        (
+            "POST", "/v1/jobs", b'{"name": "a",\n "env": }',
+            "body: is no JSON (line 2, column 9: Expecting value)",
+        ),
+        ("POST", "/v1/jobs", b"[]", "body: got a list; expected a mapping"),
+    ],
+)  # fmt: skip
+async def test_what_the_schemas_refuse_is_said_in_our_words(
+    tmp_path: Path, method: str, path: str, sent: object, problem: str
+) -> None:
+    async with bench(tmp_path, is_running=False) as service:
+        json_type = {"Content-Type": "application/json"}
+        more = (
+            {"content": sent, "headers": json_type} if isinstance(sent, bytes) else {"json": sent}
+        )
+        answer = await service.call(method, path, **({} if sent is None else more))
+    assert answer.status_code == 422
+    assert problem in answer.json()["error"]["problems"], answer.text
+
+
+async def test_a_request_that_no_route_takes_hears_what_would_be_right(tmp_path: Path) -> None:
+    async with bench(tmp_path, is_running=False) as service:
+        for method, path, status, words in (
+            ("GET", "/v1/jbos", 404, "no route /v1/jbos; did you mean /v1/jobs?"),
+            ("GET", "/nothing/like/it", 404, "`GET /openapi.json` lists every route"),
+            ("PUT", "/v1/jobs", 405, "PUT is not for /v1/jobs; expected GET or POST"),
+        ):
+            answer = await service.call(method, path)
+            error = answer.json()["error"]
+            assert answer.status_code == status
+            assert words in error["message"] and error["request_id"], error
 
 
 async def test_a_prompt_that_surely_does_not_fit_is_not_encoded(
