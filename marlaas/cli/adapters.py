@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from marlaas.cli.connection import connected, console, new_table, print_json
+from marlaas.cli.connection import connected, console, located, new_table, print_json
 from marlaas.client.jobs import VersionName
 from marlaas.client.records import Version
 from marlaas.errors import InvalidRequest
@@ -21,16 +21,17 @@ def command(args: argparse.Namespace) -> int:
             "--out: says where a download goes; expected download or merged with it"
         )
     with connected(args) as client:
-        job = client.jobs.get(args.job)
+        acting, name = located(client, args, args.job)
+        job = acting.jobs.get(name)
         adapter = job.adapter(version)
         if args.action == "download":
-            out = args.out or Path(f"{args.job}-{version}")
+            out = args.out or Path(f"{name}-{version}")
             print(f"PEFT folder: {adapter.download(out)}")
         elif args.action == "merged":
-            out = args.out or Path(f"{args.job}-{version}-merged")
+            out = args.out or Path(f"{name}-{version}-merged")
             print(f"Model folder: {adapter.merged(out)}")
         elif args.action == "promote":
-            print(f"{args.job}@promoted is now version {adapter.promote().version}")
+            print(f"{name}@promoted is now version {adapter.promote().version}")
         elif args.json:
             print_json(job.versions())
         else:

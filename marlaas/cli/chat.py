@@ -52,11 +52,12 @@ def _here(args: argparse.Namespace, sampling: SamplingParams) -> Iterator[Reply]
 @contextmanager
 def _on_service(args: argparse.Namespace, sampling: SamplingParams) -> Iterator[Reply]:
     """Ask the service that has the job."""
-    from marlaas.cli.connection import connected
+    from marlaas.cli.connection import connected, located
 
     options = {name: getattr(sampling, name) for name in SENT_SAMPLING}
     with connected(args) as client:
-        yield lambda messages: client.chat(args.job, messages, **options)
+        acting, model = located(client, args, args.job)
+        yield lambda messages: acting.chat(model, messages, **options)
 
 
 def make_sampling(args: argparse.Namespace) -> SamplingParams:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from marlaas.client import Client, Patience
+from marlaas.errors import InvalidRequest
 from marlaas.types import Role
 
 PATIENCE = Patience(attempts=4)
@@ -24,6 +25,34 @@ def connected(args: argparse.Namespace) -> Iterator[Client]:
     """Open the client that the flags, the environment and the credentials file describe."""
     with Client(args.url, tenant=args.tenant, patience=PATIENCE) as client:
         yield client
+
+
+def located(client: Client, args: argparse.Namespace, name: str) -> tuple[Client, str]:
+    """Return a client that acts for the owner of a job, and the job's own name.
+
+    A job is named `JOB` or `TENANT/JOB`, as the tables show it.
+
+    Raises:
+        InvalidRequest: it is nobody's, or another tenant's than the flag or the key says.
+    """
+    tenant, slash, job = name.rpartition("/")
+    if not slash and args.tenant is not None:
+        return client, job
+    if args.tenant is not None:
+        if tenant != args.tenant:
+            raise InvalidRequest(f"{name}: is not of --tenant {args.tenant}; expected one of them")
+        return client, job
+    who = client.whoami()
+    if who.role is Role.OPERATOR:
+        if not slash:
+            raise InvalidRequest(
+                f"{name}: an operator's key acts for a tenant; expected --tenant NAME, or "
+                f"NAME/{job}"
+            )
+        return client.acting_for(tenant), job
+    if slash and tenant != who.tenant:
+        raise InvalidRequest(f"{name}: the key is {who.tenant}'s; expected {who.tenant}/{job}")
+    return client, job
 
 
 def tenants_in_view(client: Client, args: argparse.Namespace) -> dict[str, Client]:

@@ -11,13 +11,14 @@ from marlaas.cli import display
 from marlaas.cli.connection import (
     connected,
     console,
+    located,
     new_table,
     print_json,
     print_json_line,
     tenants_in_view,
 )
 from marlaas.client.records import JobInfo
-from marlaas.types import Event, EventKind
+from marlaas.types import Event, EventKind, Role
 
 
 def list_jobs(args: argparse.Namespace) -> int:
@@ -28,10 +29,11 @@ def list_jobs(args: argparse.Namespace) -> int:
             for tenant, acting in tenants_in_view(client, args).items()
             for job in acting.jobs.list(state=args.state)
         ]
+        has_owners = not args.json and client.whoami().role is Role.OPERATOR
     if args.json:
         print_json([job_row(*row) for row in rows])
     elif rows:
-        console().print(job_table(rows))
+        console().print(job_table(rows, has_owners=has_owners))
     else:
         print("No jobs. Hand some over: marlaas submit JOBS.yaml")
     return 0
@@ -42,8 +44,11 @@ def job_row(tenant: str, info: JobInfo) -> dict[str, object]:
     return {"tenant": tenant, **{name: getattr(info, name) for name in JobInfo.__slots__}}
 
 
-def job_table(rows: Iterable[tuple[str, JobInfo]]) -> Table:
-    """Return a line a job: how far it is, what it used, what it waits for."""
+def job_table(rows: Iterable[tuple[str, JobInfo]], *, has_owners: bool) -> Table:
+    """Return a line a job: how far it is, what it used, what it waits for.
+
+    `has_owners` says whose it is, which a tenant knows of its own.
+    """
     table = new_table(
         "job", "state", "step", "left", "tokens", "device", "because", right=("step", "tokens")
     )
@@ -51,7 +56,7 @@ def job_table(rows: Iterable[tuple[str, JobInfo]]) -> Table:
         used = info.usage.sampled_tokens + info.usage.trained_tokens
         left = info.ends_in_s if info.state.is_active else None
         table.add_row(
-            Text(f"{tenant}/{info.name}"),
+            Text(f"{tenant}/{info.name}" if has_owners else info.name),
             Text(str(info.state), style=display.STATE_STYLES[info.state]),
             f"{info.step}/{info.steps}",
             "" if left is None else display.seconds(left),
@@ -74,7 +79,8 @@ def move(args: argparse.Namespace) -> int:
     """Pause, resume, cancel or delete jobs."""
     with connected(args) as client:
         for name in args.jobs:
-            job = client.jobs.get(name)
+            acting, own_name = located(client, args, name)
+            job = acting.jobs.get(own_name)
             if args.verb == "delete":
                 job.delete()
                 print(f"{name}: deleted")
@@ -87,7 +93,8 @@ def move(args: argparse.Namespace) -> int:
 def logs(args: argparse.Namespace) -> int:
     """Print what the tenant's own code said, and what stood still."""
     with connected(args) as client:
-        for event in client.jobs.get(args.job).logs(after=args.after, follow=args.follow):
+        acting, name = located(client, args, args.job)
+        for event in acting.jobs.get(name).logs(after=args.after, follow=args.follow):
             if args.json:
                 print_json_line(event)
             else:

@@ -6,7 +6,7 @@ tenants, the queue, and what stands still. Both print plain words where there is
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from rich.console import Console, RenderableType
@@ -16,7 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from marlaas.cli import display
-from marlaas.cli.connection import connected, console, new_table, print_json, tenants_in_view
+from marlaas.cli.connection import (
+    connected,
+    console,
+    located,
+    new_table,
+    print_json,
+    tenants_in_view,
+)
 from marlaas.cli.feed import Feed
 from marlaas.client import Client
 from marlaas.client.records import JobInfo, Machine, Notice, TenantInfo
@@ -38,8 +45,8 @@ def watch(args: argparse.Namespace) -> int:
         lines = display.Board(client.url) if is_board else display.PlainLog(shown)
         feed = Feed(lines)
         try:
-            for tenant, acting in tenants_in_view(client, args).items():
-                feed.follow(tenant, acting, only=args.job)
+            for tenant, acting, only in _followed(client, args):
+                feed.follow(tenant, acting, only=only)
             if client.whoami().role is Role.OPERATOR:
                 feed.watch_workers(client)
             if isinstance(lines, display.Board):
@@ -53,6 +60,17 @@ def watch(args: argparse.Namespace) -> int:
     if not states:
         print("No job is queued or running.")
     return 0 if all(state is JobState.DONE for state in states) else 1
+
+
+def _followed(client: Client, args: argparse.Namespace) -> Iterator[tuple[str, Client, str | None]]:
+    """Yield whose jobs are watched, with the one job if one was named."""
+    if args.job is None:
+        for tenant, acting in tenants_in_view(client, args).items():
+            yield tenant, acting, None
+        return
+    acting, name = located(client, args, args.job)
+    owner, slash, _ = args.job.rpartition("/")
+    yield owner if slash else args.tenant or client.whoami().tenant, acting, name
 
 
 def _draw_until(shown: Console, render: Callable[[int, int], RenderableType], feed: Feed) -> None:

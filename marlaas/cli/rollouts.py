@@ -8,7 +8,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from marlaas.cli.connection import connected, console, new_table, print_json
+from marlaas.cli.connection import connected, console, located, new_table, print_json
 from marlaas.client.records import GroupInfo, GroupRow, Rollout
 from marlaas.errors import InvalidRequest
 
@@ -19,7 +19,8 @@ def command(args: argparse.Namespace) -> int:
     """List groups, or show the conversations of one."""
     _check(args)
     with connected(args) as client:
-        job = client.jobs.get(args.job)
+        acting, name = located(client, args, args.job)
+        job = acting.jobs.get(name)
         if args.show is not None:
             group = job.group(args.show, tokens=args.tokens)
             if args.json:

@@ -74,6 +74,7 @@ def command(args: argparse.Namespace) -> int:
         if others and who.role is Role.TENANT:
             raise InvalidRequest(f"{args.jobs}: is for {', '.join(others)}; the key is {own}'s")
         clients = {str(tenant): client.acting_for(tenant) for tenant in others}
+        has_owners = who.role is Role.OPERATOR
         rows: list[tuple[str, JobInfo]] = []
         try:
             # One by one: what was handed over is shown even if a later job is refused.
@@ -82,8 +83,8 @@ def command(args: argparse.Namespace) -> int:
         finally:
             if args.json:
                 print_json([job_row(*row) for row in rows])
-            else:
-                console().print(job_table(rows))
+            elif rows:
+                console().print(job_table(rows, has_owners=has_owners))
     return 0
 
 

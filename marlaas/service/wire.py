@@ -737,7 +737,7 @@ class SamplingBody(Body):
             "web_search_options",
             "prompt_cache_key",
             "safety_identifier",
-        }  # fmt: skip
+        }
     )
     """What OpenAI's routes take besides."""
 

@@ -108,6 +108,24 @@ def test_a_file_of_another_tenant_is_refused_and_so_is_another_job_of_a_name(
     other.write_text(JOBS.replace("steps: 3", "steps: 4"))
     code, words = ask("submit", str(other))
     assert code == 2 and "marlaas: 3 problems" in words and "acme/sums: " in words
+    assert "state" not in words.split("marlaas:")[0]
+
+
+def test_a_job_is_named_as_the_tables_show_it(ask, service: Running, jobs: Path, monkeypatch):
+    assert ask("submit", str(jobs), "--tenant", "acme")[0] == 0
+    for command in (("logs",), ("rollouts",), ("adapters",), ("watch",)):
+        assert ask(*command, "acme/sums")[0] == 0, command
+        code, words = ask(*command, "sums")
+        assert code == 2 and "expected --tenant NAME, or NAME/sums" in words
+        code, words = ask(*command, "birch/sums", "--tenant", "acme")
+        assert code == 2 and "is not of --tenant acme" in words
+    assert ask("chat", "Hello", "--job", "acme/sums@latest")[0] == 0
+    with service.client() as operator:
+        monkeypatch.setenv("MARLAAS_API_KEY", operator.tenants.add_key("acme").secret)
+    assert ask("logs", "acme/sums")[0] == 0
+    code, words = ask("logs", "birch/sums")
+    assert code == 2 and "the key is acme's; expected acme/sums" in words
+    assert "acme/" not in ask("jobs")[1] and "sums" in ask("jobs")[1]
 
 
 def test_jobs_are_moved_by_name(ask):

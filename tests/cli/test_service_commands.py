@@ -84,9 +84,10 @@ def test_a_service_that_is_not_there_is_said_without_a_traceback(monkeypatch, ca
 def test_a_queued_job_says_its_place_and_why():
     waiting = make_info("a", place=3, starts_in_s=90.0, waits_for="8 jobs of the tenant run")
     paused = make_info("b", JobState.PAUSED, reason="paused by the tenant")
-    text = shown(job_table([("acme", waiting), ("acme", paused)]))
+    text = shown(job_table([("acme", waiting), ("acme", paused)], has_owners=True))
     assert "acme/a" in text and "place 3, starts in 1:30: 8 jobs of the tenant run" in text
     assert "paused by the tenant" in text and "2.0k" in text
+    assert "acme" not in shown(job_table([("acme", paused)], has_owners=False))
 
 
 def test_the_conversations_of_a_group_are_shown_best_first_and_as_they_are():
