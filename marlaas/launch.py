@@ -237,12 +237,16 @@ async def serve(
     server.allow_many_connections()
     for line in settings.shown():
         say(line)
+    # Before anything is made: a base that there is not leaves no folder behind.
+    engines = engine_settings(settings.engines(), settings.base, is_exact=settings.exact)
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(server.bind(settings.host, settings.port))
         store = open_store(settings)
         stack.push_async_callback(store.close)
         key = await store.call(first_operator_key)
-        parts = await _service_parts(settings, store, stack, mode=mode, stats_every_s=stats_every_s)
+        parts = await _service_parts(
+            settings, engines, store, stack, mode=mode, stats_every_s=stats_every_s
+        )
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         say(f"listening on {url}")
@@ -257,6 +261,7 @@ async def serve(
 
 async def _service_parts(
     settings: ServeSettings,
+    chosen: Sequence[EngineSettings],
     store: AsyncStore,
     stack: AsyncExitStack,
     *,
@@ -271,7 +276,6 @@ async def _service_parts(
 
     folder = Path(settings.folder)
     shutil.rmtree(folder / SCRATCH_FOLDER, ignore_errors=True)
-    chosen = engine_settings(settings.engines(), settings.base, is_exact=settings.exact)
     (folder / ENGINES_FILE).write_text(json.dumps([asdict(one) for one in chosen], indent=2) + "\n")
     engines = await stack.enter_async_context(started(chosen))
     tokenizer = ChatTokenizer.load(chosen[0].base_folder)

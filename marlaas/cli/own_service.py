@@ -20,6 +20,7 @@ from marlaas.cli.submit import Submission, hand_over
 from marlaas.client import Client
 from marlaas.config import ServeSettings
 from marlaas.errors import Conflict
+from marlaas.loop.concurrency import to_its_end
 from marlaas.loop.controller import Mode
 from marlaas.store.db import Store
 from marlaas.types import OPERATOR, Quotas, Role, WorkerStats
@@ -113,10 +114,22 @@ async def _started(
         is_over.set()
         if not listening.done():
             serving.cancel()
-        (end,) = await asyncio.gather(serving, return_exceptions=True)
-        _revoke_key(folder, key_id)
-        if isinstance(end, Exception):
-            raise end  # the cause of whatever the block saw of it
+        try:
+            # A signal may come while it drains already; the engines' processes are waited for.
+            await to_its_end(_end_of(serving))
+        finally:
+            _revoke_key(folder, key_id)
+
+
+async def _end_of(serving: "asyncio.Task[None]") -> None:
+    """Wait until nothing of a service runs any more.
+
+    Raises:
+        Exception: what it ended with, the cause of whatever else was seen of it.
+    """
+    (end,) = await asyncio.gather(serving, return_exceptions=True)
+    if isinstance(end, Exception):
+        raise end
 
 
 def _make_key(folder: Path) -> tuple[str, str]:

@@ -68,7 +68,9 @@ def command(args: argparse.Namespace) -> int:
     report.print_report(console, plan.out, jobs)
     if ended.result is not None:
         console.print(_where_time_went(ended.result), soft_wrap=True)
-    if ended.signal is not None:
+    # A signal that comes when every job is over stops nothing.
+    is_over = all(JobState(job.state).is_terminal for job in jobs)
+    if ended.signal is not None and not is_over:
         console.print(f"Stopped. To go on: marlaas run --resume {plan.out}", soft_wrap=True)
         return 128 + ended.signal
     return 0 if all(job.state == JobState.DONE for job in jobs) else 1

@@ -36,7 +36,7 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime
 _NOT_SHOWN = _STANDARD | {"color_message"}
 """uvicorn says its lines a second time, with colours."""
 
-_QUIET = ("alembic.runtime.plugins", "asyncio")
+_QUIET = ("alembic", "asyncio")
 """Loggers of others that say nothing of use below a warning."""
 
 _SECRET = re.compile(r"tml-[A-Za-z0-9_-]{8,}|(?<=://)[^/\s@]+(?=@)")

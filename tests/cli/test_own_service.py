@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,23 @@ def test_a_stopped_run_is_whole_and_a_service_goes_on_with_it(tmp_path: Path):
             *range(1, stopped_at + 3)
         ]
     assert service.stop() == 0
+
+
+def test_a_signal_when_every_job_is_over_leaves_nothing_to_go_on_with(tmp_path: Path):
+    jobs = tmp_path / "jobs.yaml"
+    jobs.write_text(JOBS.replace("steps: 500", "steps: 1"))
+    process = start(str(jobs), "--out", str(tmp_path / "data"))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.rstrip().endswith("done"):
+            break
+    time.sleep(0.3)  # the service drains by now
+    process.send_signal(signal.SIGINT)
+    words = process.stdout.read()
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert "is closed" not in words and "warning" not in words
+    assert "--resume" not in words and re.search(r"acme/sums .* done", words)
 
 
 def test_local_files_are_uploaded_and_a_resumed_run_needs_them_no_more(tmp_path: Path):

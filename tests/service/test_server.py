@@ -102,6 +102,16 @@ def test_a_port_that_is_taken_is_found_at_once() -> None:
             server.bind("127.0.0.1", port)
 
 
+def test_a_base_that_there_is_not_leaves_nothing_behind(tmp_path: Path) -> None:
+    words = ["serve", "--base", "nosuch", "--data", str(tmp_path / "data"), "--port", "0"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "marlaas.cli.main", *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2 and "nosuch" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_first_start_makes_one_operator_key(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     secret = launch.first_operator_key(store)
@@ -175,6 +185,7 @@ def test_a_service_trains_ends_with_zero_and_goes_on_after_a_restart(tmp_path: P
     log = (tmp_path / "log").read_text()
     assert made["secret"] not in log
     assert key not in log
+    assert "alembic" not in log
 
 
 def wait(is_so: object, timeout_s: float = 60) -> None:
