@@ -5,12 +5,19 @@ NumPy. Per-token arrays of one trajectory or datum are aligned with its token id
 describes token `t`, hence the prediction made at position `t - 1`; entry 0 is never trained.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType, Protocol
 
 import numpy as np
+
+MAX_NAME_CHARS = 64
+"""Of a tenant, a job, an upload."""
+SEGMENT = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARS - 1}}}")
+"""What may be such a name: one path segment that no shell, URL or file system reads as anything
+else."""
 
 TenantId = NewType("TenantId", str)
 JobId = NewType("JobId", str)

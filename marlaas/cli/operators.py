@@ -77,7 +77,15 @@ def quotas_of(args: argparse.Namespace) -> dict[str, float | None]:
 
 
 def tenant_table(found: list[TenantInfo]) -> Table:
-    numbers = ("weight", "running", "queued", "tokens a day", "stored", "CPU s a day", "requests/s")
+    numbers = (
+        "weight",
+        "max running",
+        "max queued",
+        "max tokens a day",
+        "max stored",
+        "max CPU s a day",
+        "max requests/s",
+    )
     table = new_table("tenant", *numbers, right=numbers)
     for info in found:
         quotas = info.quotas

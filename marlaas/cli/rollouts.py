@@ -94,9 +94,21 @@ def show_group(shown: Console, group: GroupInfo) -> None:
     shown.print(Text(heading + (f" ({group.reason})" if group.reason else ""), style="bold"))
     if not group.trajectories:
         shown.print("It is being sampled.")
+        return
+    shown.print(Text(_all_of(group), style="dim"))
     for rollout in sorted(group.trajectories, key=_reward, reverse=True):
         shown.print()
         shown.print(_rollout(rollout))
+
+
+def _all_of(group: GroupInfo) -> str:
+    """Return how many rollouts follow, and whether all of them count."""
+    failed = [rollout for rollout in group.trajectories if rollout.reward is None]
+    words = f"{len(group.trajectories)} rollouts, best reward first"
+    if not failed:
+        return words
+    why = ", ".join(sorted({rollout.end for rollout in failed}))
+    return f"{words}; {len(failed)} without a verdict at the end, not trained on ({why})"
 
 
 def _reward(rollout: Rollout) -> float:

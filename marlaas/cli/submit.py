@@ -22,7 +22,7 @@ from marlaas.client import Client
 from marlaas.client.records import JobInfo
 from marlaas.errors import Conflict, InvalidRequest
 from marlaas.loop.jobspec import Place, RunSection, describe_job, read_jobs
-from marlaas.types import JobSpec, Role, UploadKind
+from marlaas.types import MAX_NAME_CHARS, JobSpec, Role, UploadKind
 
 FILE_KINDS = {"environment": UploadKind.ENVIRONMENT, "prompts": UploadKind.PROMPTS}
 """Settings of the family `custom` that may name a file of this machine."""
@@ -43,7 +43,9 @@ class LocalFile:
     @property
     def name(self) -> str:
         """What it is called on the service, where jobs name it by digest."""
-        return re.sub(r"[^A-Za-z0-9._-]", "-", self.path.stem).lstrip("._-")[:64] or "file"
+        return (
+            re.sub(r"[^A-Za-z0-9._-]", "-", self.path.stem).lstrip("._-")[:MAX_NAME_CHARS] or "file"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,9 @@ class Job:
         self.info = info
 
     def __repr__(self) -> str:
-        return f"Job({self.name!r}, {self.state}, step {self.step} of {self.steps})"
+        words = self.reason or self.info.waits_for
+        because = f": {words}" if words else ""
+        return f"Job({self.name!r}, {self.state}{because}, step {self.step} of {self.steps})"
 
     @property
     def name(self) -> str:
@@ -320,6 +322,11 @@ class Sweep:
     def __init__(self, transport: Transport, info: SweepInfo) -> None:
         self._transport = transport
         self.info = info
+
+    def __repr__(self) -> str:
+        num_over = sum(row.state.is_terminal for row in self.rows)
+        knobs = ", ".join(self.info.knobs)
+        return f"Sweep({self.name!r} over {knobs}: {num_over} of {len(self.rows)} jobs ended)"
 
     @property
     def name(self) -> str:

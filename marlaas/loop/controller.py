@@ -400,6 +400,8 @@ class Controller:
                 await self._judge_last(job)
                 return job.is_trained and not await self._missing_evaluations(job)
             finally:
+                if (seat := self._roster.get(spec.job_id)) is not None:
+                    seat.is_closing = True
                 await self._close(job)
 
     def _place(self, spec: JobSpec, tasks: asyncio.TaskGroup, policy: Policy) -> Job:

@@ -22,7 +22,7 @@ import heapq
 import logging
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
@@ -63,12 +63,20 @@ class Seat:
     """What it had used when it was last queued."""
     was_running: bool = False
     """It ran when the server went down."""
+    is_closing: bool = False
+    """It has stopped working, and gives back what it holds."""
     wish: tuple[JobState, str] | None = None
     """State and reason to end with, once it was told to stop."""
     work: asyncio.Task[bool] | None = None
     """The running job; cancelled to stop it."""
     end: asyncio.Task[None] | None = None
     """Done when the job has no place any more and the store says so."""
+
+    @property
+    def is_ending(self) -> bool:
+        """It will not work any more."""
+        is_over = self.work is not None and self.work.done()
+        return self.is_closing or is_over or self.wish is not None
 
     @property
     def turn(self) -> tuple[bool, int]:
@@ -530,11 +538,28 @@ def _tokens(usage: Usage) -> int:
     return usage.sampled_tokens + usage.trained_tokens
 
 
+def _moved(done_to: str, state: JobState) -> tuple[str, list[JobState]]:
+    """Return what is done to jobs that come to a state, and to which it can be done."""
+    # A server that stops queues running jobs again; nobody resumes them.
+    never = {JobState.RUNNING} if state is JobState.QUEUED else set()
+    return done_to, [each for each in JobState if state in JOB_MOVES[each] and each not in never]
+
+
+_MOVED: Mapping[JobState, tuple[str, list[JobState]]] = {
+    JobState.QUEUED: _moved("resumed", JobState.QUEUED),
+    JobState.PAUSED: _moved("paused", JobState.PAUSED),
+    JobState.CANCELLED: _moved("cancelled", JobState.CANCELLED),
+}
+
+
 def _check_move(stored: StoredJob, state: JobState) -> None:
     if state not in JOB_MOVES[stored.state]:
         because = f" ({stored.reason})" if stored.reason else ""
+        done_to, movable = _MOVED[state]
+        names = [each.value for each in movable]
         raise Conflict(
-            f"job {stored.spec.name!r} is {stored.state}{because} and cannot become {state}"
+            f"job {stored.spec.name!r} is {stored.state}{because}: only "
+            f"{', '.join(names[:-1])} and {names[-1]} jobs are {done_to}"
         )
 
 

@@ -27,7 +27,9 @@ from marlaas.envs.catalog import make_family
 from marlaas.errors import InvalidRequest
 from marlaas.loop import algorithms
 from marlaas.types import (
+    MAX_NAME_CHARS,
     RANK_BUCKETS,
+    SEGMENT,
     TARGET_GROUPS,
     AdapterSpec,
     Fork,
@@ -44,9 +46,6 @@ Trail = tuple[str | int, ...]
 MAX_JOBS = 10_000
 MAX_STEP_TRAJECTORIES = 16_384
 """Trajectories of one optimizer step; more than this fits no machine this runs on."""
-
-SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""One path segment that no shell, URL or file system reads as anything else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,8 +272,8 @@ def _read_flag(value: Any, _: Place) -> bool:
 def _read_segment(value: Any, _: Place) -> str:
     if not isinstance(value, str) or not SEGMENT.fullmatch(value):
         raise Refused(
-            f"got {_shown(value)}; expected 1 to 64 letters, digits, '.', '_' or '-', "
-            "the first a letter or digit (it names a folder)"
+            f"got {_shown(value)}; expected 1 to {MAX_NAME_CHARS} letters, digits, '.', '_' or "
+            "'-', the first a letter or digit (it names a folder)"
         )
     return value
 
@@ -588,11 +587,13 @@ _SAME_NAME = frozenset(_JOB_KNOBS) & frozenset(JobSpec.__dataclass_fields__)
 
 
 def _group_fault(spec: JobSpec) -> str | None:
-    algorithm = algorithms.resolve(spec.algorithm)
-    if spec.group_size == 1 and algorithm.advantage(np.ones(1))[0] == 0:
+    # Every preset is asked: the job's own may not be known, if its `algorithm` has faults too.
+    if spec.group_size == 1 and all(
+        preset.advantage(np.ones(1))[0] == 0 for preset in algorithms.PRESETS.values()
+    ):
         return (
-            f"got 1; expected at least 2, because {algorithm.preset} compares the trajectories of "
-            "a group, and one alone teaches nothing"
+            "got 1; expected at least 2, because the trajectories of a group are compared, and one "
+            "alone teaches nothing"
         )
     return None
 
@@ -628,7 +629,7 @@ def _rollout_fault(spec: JobSpec) -> str | None:
 
 
 _RULES: Sequence[tuple[tuple[str, ...], Callable[[JobSpec], str | None]]] = (
-    (("group_size", "algorithm"), _group_fault),
+    (("group_size",), _group_fault),
     (("prompts_per_step", "group_size"), _step_size_fault),
     (("stop_at_success", "eval_every", "eval_prompts"), _stop_fault),
     (("rollout", "seeded", "max_staleness"), _rollout_fault),

@@ -61,12 +61,13 @@ class StatusBoard:
         job = self._jobs.get(job_id)
         if job is not None and seat.end is not None:
             return JobStatus(
-                waits_for=self._why_stuck(job),
+                waits_for="it is being ended" if seat.is_ending else self._why_stuck(job),
                 ends_in_s=self._left_s(job),
                 device_s=job.meter.device_s,
             )
         if seat.end is not None:
-            return JobStatus(waits_for="it is being started or ended", device_s=seat.used.device_s)
+            words = "it is being ended" if seat.is_ending else "it is being started"
+            return JobStatus(waits_for=words, device_s=seat.used.device_s)
         span = self._span(job_id)
         return JobStatus(
             waits_for=self._roster.why_waits(seat),

@@ -10,6 +10,7 @@
 """
 
 import asyncio
+import hashlib
 import itertools
 import math
 import re
@@ -20,7 +21,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Header, Query, Response
 
 from marlaas.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded, UnsupportedFeature
-from marlaas.loop.jobspec import ONE_JOB_KNOBS, SEGMENT, describe_job, read_job
+from marlaas.loop.jobspec import ONE_JOB_KNOBS, describe_job, read_job
 from marlaas.loop.serving import find_version
 from marlaas.service.auth import WithCaller
 from marlaas.service.parts import Parts, WithParts
@@ -29,7 +30,17 @@ from marlaas.service.wire import JobBody, JobInfo, JobPage, SweepBody, SweepInfo
 from marlaas.store.codec import encode
 from marlaas.store.db import Store, StoredJob
 from marlaas.store.files import check_segment
-from marlaas.types import EvalRecord, JobSpec, JobState, StepRecord, Tenant, TenantId, UploadKind
+from marlaas.types import (
+    MAX_NAME_CHARS,
+    SEGMENT,
+    EvalRecord,
+    JobSpec,
+    JobState,
+    StepRecord,
+    Tenant,
+    TenantId,
+    UploadKind,
+)
 
 router = APIRouter(tags=["jobs"])
 
@@ -82,7 +93,7 @@ async def list_jobs(
     parts: WithParts,
     state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
     after: Annotated[
-        str, Query(max_length=128, description="Continue behind the job of this name.")
+        str, Query(max_length=MAX_NAME_CHARS, description="Continue behind the job of this name.")
     ] = "",
     limit: PageSize = 100,
 ) -> JobPage:
@@ -162,23 +173,34 @@ async def read_spec(parts: Parts, tenant_id: TenantId, body: Mapping[str, Any]) 
     Raises:
         InvalidRequest: with one problem per fault.
     """
-    resolved = await parts.store.call(_resolve_names, tenant_id, body)
-    # Making a family to check its settings may read files.
-    spec = await asyncio.to_thread(
-        read_job, resolved, tenant=tenant_id, max_context=parts.max_context
-    )
-    if spec.is_seeded and not parts.settings.exact:
-        raise UnsupportedFeature(
+    resolved, problems = await parts.store.call(_resolve_names, tenant_id, body)
+    unsupported = []
+    if body.get("seeded") is True and not parts.settings.exact:
+        unsupported.append(
             "seeded: this service does not compute bit for bit; expected seeded: false, or a "
             "service that was started with `exact: true`"
         )
+    try:
+        # Making a family to check its settings may read files.
+        spec = await asyncio.to_thread(
+            read_job, resolved, tenant=tenant_id, max_context=parts.max_context
+        )
+    except InvalidRequest as error:
+        raise InvalidRequest(*problems, *error.problems, *unsupported) from None
+    if problems:
+        raise InvalidRequest(*problems, *unsupported)
+    if unsupported:
+        raise UnsupportedFeature(*unsupported)
     return spec
 
 
-def _resolve_names(store: Store, tenant_id: TenantId, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the body with digests for names of uploads, and numbers for words of versions.
+def _resolve_names(
+    store: Store, tenant_id: TenantId, body: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Return the body with digests for names of uploads, and numbers for words of versions; and
+    the names that nothing has, in whose place something stands so that the rest is judged too.
 
-    What is not there to be resolved stays as it is, for `read_job` to judge.
+    What is no name stays as it is, for `read_job` to judge.
     """
     resolved = dict(body)
     env, fork = body.get("env"), body.get("fork")
@@ -193,12 +215,11 @@ def _resolve_names(store: Store, tenant_id: TenantId, body: Mapping[str, Any]) -
             version = find_version(store, tenant_id, f"{fork['job']}@{fork.get('version', '')}")
         except (NotFound, InvalidRequest) as error:
             problems.append(f"fork: {error}")
+            resolved["fork"] = {**fork, "job": "unknown", "version": 0}
         else:
             assert version is not None, "a name with @ is no base"
             resolved["fork"] = {**fork, "version": version.version}
-    if problems:
-        raise InvalidRequest(*problems)
-    return resolved
+    return resolved, problems
 
 
 def _digests(
@@ -212,6 +233,7 @@ def _digests(
                 digests[kind.value] = store.upload(tenant_id, kind, name).digest
             except (NotFound, InvalidRequest):
                 problems.append(f"env.{kind.value}: no upload {name!r}; expected one of yours")
+                digests[kind.value] = hashlib.sha256().hexdigest()
     return digests
 
 
@@ -257,7 +279,9 @@ def _combinations(body: SweepBody) -> Sequence[Mapping[str, Any]]:
     if "name" in body.job:
         problems.append("job.name: the jobs of a sweep are named after it; expected no name")
     if not SEGMENT.fullmatch(f"{body.name}-001"):
-        problems.append("name: expected up to 60 letters, digits, '.', '_' or '-'")
+        problems.append(
+            f"name: expected up to {MAX_NAME_CHARS - 4} letters, digits, '.', '_' or '-'"
+        )
     num_jobs = 1
     for values in body.grid.values():
         num_jobs *= len(values)

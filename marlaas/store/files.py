@@ -22,10 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from marlaas.errors import InvalidRequest, StoreUnavailable
-from marlaas.types import TenantId
-
-_SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""What may name a folder: no separator, no leading dot, nothing a shell would expand."""
+from marlaas.types import MAX_NAME_CHARS, SEGMENT, TenantId
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -36,10 +33,10 @@ def check_segment(what: str, name: str) -> str:
     Raises:
         InvalidRequest: it cannot.
     """
-    if not _SEGMENT.fullmatch(name):
+    if not SEGMENT.fullmatch(name):
         raise InvalidRequest(
-            f"{what} {name!r}: use 1 to 128 letters, digits, '.', '_' or '-', starting with a "
-            "letter or digit"
+            f"{what} {name!r}: use 1 to {MAX_NAME_CHARS} letters, digits, '.', '_' or '-', "
+            "starting with a letter or digit"
         )
     return name
 

@@ -118,6 +118,7 @@ def test_the_conversations_of_a_group_are_shown_best_first_and_as_they_are():
     text = console.export_text()
     assert "group 7, prompt 7, version 3, trained on in step 4" in text
     assert text.index("#2  reward 1") < text.index("#1  reward 0") < text.index("#0  no verdict")
+    assert "3 rollouts, best reward first; 1 without a verdict" in text
     assert "[bold]8" in text and "the tool took too long" in text
 
 

@@ -275,6 +275,14 @@ def test_stopping_at_a_success_needs_prompts_to_measure_it_on():
     assert problem.startswith("jobs[0].stop_at_success: can only act at an evaluation")
 
 
+def test_a_group_of_one_is_refused_beside_an_algorithm_that_there_is_not():
+    both = problems_of({"jobs": [{**SUMS, "group_size": 1, "algorithm": "nope"}]})
+    assert [problem.partition(":")[0] for problem in both] == [
+        "jobs[0].algorithm",
+        "jobs[0].group_size",
+    ]
+
+
 def test_a_rule_that_a_default_breaks_says_so():
     (problem,) = problems_of({"defaults": {"group_size": 1}, "jobs": [SUMS]})
     assert problem.startswith("jobs[0].group_size: got 1; expected at least 2")

@@ -63,6 +63,28 @@ async def test_every_fault_of_a_job_is_named_at_once(tmp_path: Path) -> None:
         assert places == {"lr", "steps", "tenant", "max_tokens"}
 
 
+async def test_names_that_nothing_has_are_refused_with_every_other_fault(tmp_path: Path) -> None:
+    async with bench(tmp_path, is_running=False) as service:
+        env = {"family": "custom", "environment": "none", "prompts": "neither"}
+        body = {**SUMS, "env": env, "group_size": 1, "steps": 0, "seeded": True,
+                "algorithm": "nope", "fork": {"job": "none", "version": 1}}  # fmt: skip
+        answer = await service.call("POST", "/v1/jobs", json=body)
+        places = [problem.partition(":")[0] for problem in answer.json()["error"]["problems"]]
+        assert sorted(places) == [
+            "algorithm", "env.environment", "env.prompts", "fork", "group_size", "seeded", "steps",
+        ]  # fmt: skip
+
+
+async def test_a_tenant_may_be_called_what_a_job_may_be(tmp_path: Path) -> None:
+    async with bench(tmp_path, is_running=False) as service:
+        for length, status in ((64, 201), (65, 422)):
+            body = {"tenant": "t" * length}
+            answer = await service.call("POST", "/v1/tenants", who="operator", json=body)
+            assert answer.status_code == status
+            answer = await service.call("POST", "/v1/jobs", json={**SUMS, "name": "j" * length})
+            assert answer.status_code == status
+
+
 async def test_a_seeded_job_needs_a_service_that_is_exact(tmp_path: Path) -> None:
     async with bench(tmp_path) as service:
         answer = await service.call("POST", "/v1/jobs", json={**SUMS, "seeded": True})
@@ -81,7 +103,13 @@ async def test_a_job_is_paused_goes_on_is_cancelled_and_removed(tmp_path: Path) 
         assert resumed.json()["state"] in ("queued", "running")
         cancelled = await service.call("POST", f"{path}/cancel")
         assert cancelled.json()["state"] == "cancelled"
-        assert (await service.call("POST", f"{path}/resume")).status_code == 409
+        for verb, words in (
+            ("resume", "only paused, held and failed jobs are resumed"),
+            ("pause", "only queued and running jobs are paused"),
+        ):
+            refused = await service.call("POST", f"{path}/{verb}")
+            assert refused.status_code == 409
+            assert words in refused.json()["error"]["message"]
         assert (await service.call("DELETE", path)).status_code == 204
         assert (await service.call("GET", path)).status_code == 404
         assert (await service.get("/v1/jobs"))["jobs"] == []
