@@ -172,6 +172,7 @@ def test_waiting_ends_when_somebody_else_cancels(acme: Client, capsys):
 
 def test_a_sweep_compares_its_jobs(acme: Client):
     sweep = acme.sweep("rates", SUMS, {"learning_rate": [1e-3, 2e-3]})
+    assert repr(sweep).startswith("Sweep('rates' over learning_rate: ")
     assert [row.job for row in sweep.wait(timeout_s=120).rows]
     assert {row.values["learning_rate"] for row in sweep.rows} == {1e-3, 2e-3}
     assert all(row.state is JobState.DONE and row.best_success is not None for row in sweep.rows)
