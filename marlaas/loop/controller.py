@@ -42,6 +42,7 @@ from marlaas.loop.rollout import ChatTokenizer, GroupPlan, GroupRollout
 from marlaas.loop.status import StatusBoard
 from marlaas.loop.training import Outcome, train
 from marlaas.loop.usage import Tenants, sampled_tokens, trained_tokens
+from marlaas.loop.verdicts import had_verdict
 from marlaas.loop.watchdog import BOUNDS_S, Stage, Watchdog, WatchedFamily
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store, StoredJob
@@ -393,6 +394,7 @@ class Controller:
             try:
                 await self._open(job)
                 await self._train(job)
+                await self._check_verdicts(job)
                 await job.all_tidied()
                 await self._judge_last(job)
                 return job.is_trained and not await self._missing_evaluations(job)
@@ -421,6 +423,24 @@ class Controller:
             job.policy.let_go(version)
             self._start_evaluation(job, version)
         self._ready(job)
+
+    async def _check_verdicts(self, job: Job) -> None:
+        """Refuse to call a job done that made all its steps and never had a verdict.
+
+        Raises:
+            EnvironmentFailure: it is one.
+        """
+        if job.buffer.version < job.spec.steps or job.verdicts.has_trained:
+            return
+        tenant_id, name = job.spec.tenant, job.spec.name
+        records = await self._store.call(Store.steps, tenant_id, name)
+        if any(had_verdict(record) for record in records):
+            return
+        rows = [
+            await self._store.call(Store.group, tenant_id, name, index)
+            for index in records[-1].group_indices
+        ]
+        raise job.without_verdict("in any step", [row.group for row in rows if row.group])
 
     async def _judge_last(self, job: Job) -> None:
         """Wait for all evaluations; a job that stopped early has its last version judged too."""
@@ -522,11 +542,19 @@ class Controller:
             await self._record(job.spec, Store.open_group, plan.index, version=plan.version)
 
     async def _hand_over(self, job: Job, plan: GroupPlan, group: Group) -> None:
-        """Give a finished group to whoever asked for it; training groups are stored first."""
+        """Give a finished group to whoever asked for it; training groups are stored first.
+
+        What environments failed of goes to the tenant's log.
+        """
+        if plan.is_training:
+            await self._record(job.spec, Store.finish_group, group)
+        if failures := job.verdicts.add(group, is_training=plan.is_training):
+            data = {"text": "\n".join(failures)}
+            await self._record(job.spec, Store.add_event, EventKind.LOG, data)
+        job.verdicts.check_timeouts()
         if not plan.is_training:
             job.judge(group)
             return
-        await self._record(job.spec, Store.finish_group, group)
         job.buffer.finish(group)
         self._tell(lambda observer: observer.group_done(job.spec, group))
         self._count(job, sampled_tokens(group))

@@ -14,6 +14,7 @@ from marlaas.loop.evaluation import Evaluation
 from marlaas.loop.policies import Policy
 from marlaas.loop.rollout import GroupPlan, GroupRollout
 from marlaas.loop.usage import Meter
+from marlaas.loop.verdicts import Verdicts, has_verdict
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import GroupState, Store, StoredJob
 from marlaas.types import EvalRecord, Group, JobSpec, StepRecord, TenantId
@@ -71,6 +72,7 @@ class Job:
             is_seeded=spec.is_seeded,
         )
         self.meter = Meter(spec)
+        self.verdicts = Verdicts()
         self.is_open = False
         """Its policy is live, so that groups can be opened."""
         self.pace_s: float | None = None
@@ -185,17 +187,24 @@ class Job:
             PolicyDiverged: updates in a row were not finite.
             EnvironmentFailure: no environment gave a verdict for some steps.
         """
-        has_verdict = any(t.end.is_trainable for group in groups for t in group.trajectories)
         self._num_vetoed = self._num_vetoed + 1 if record.is_vetoed else 0
-        self._num_failed = 0 if has_verdict else self._num_failed + 1
+        self._num_failed = 0 if has_verdict(groups) else self._num_failed + 1
         if self._num_vetoed == MAX_BARREN_STEPS:
             raise PolicyDiverged(f"{MAX_BARREN_STEPS} updates in a row were not finite")
         if self._num_failed == MAX_BARREN_STEPS:
-            last = groups[-1].trajectories[-1]
-            raise EnvironmentFailure(
-                FailureKind.ERROR,
-                f"no verdict in {MAX_BARREN_STEPS} steps; the last said {last.end}: {last.detail}",
-            )
+            raise self.without_verdict(f"in {MAX_BARREN_STEPS} steps", groups)
+
+    def without_verdict(self, where: str, groups: list[Group]) -> EnvironmentFailure:
+        """Return why the job cannot go on; `groups` speak if this run saw no failure itself."""
+        said = self.verdicts.most_frequent()
+        if not said:
+            earlier = Verdicts()
+            for group in groups:
+                earlier.add(group, is_training=True)
+            said = earlier.most_frequent()
+        return EnvironmentFailure(
+            FailureKind.ERROR, f"no verdict {where}, so nothing was learned; most often: {said}"
+        )
 
     def note_step(self) -> None:
         """A step was published: follow the pace."""
