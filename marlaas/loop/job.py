@@ -22,6 +22,10 @@ from marlaas.types import EvalRecord, Group, JobSpec, StepRecord, TenantId
 MAX_BARREN_STEPS = 3
 """Steps in a row without a single verdict, or with a vetoed update, after which a job stops."""
 
+MARGIN = 10
+"""How much larger than guessed a job's groups may be: with less room than that in the day's tokens,
+the first one is waited for."""
+
 FOLLOW_PACE = 0.3
 """Weight of the newest step in the running mean of a job's pace."""
 
@@ -139,6 +143,16 @@ class Job:
             owed = self._num_evals_owed + change
             self._num_evals_owed = min(max(owed, 0), self.spec.group_size)
         return plan
+
+    @property
+    def next_tokens(self) -> int:
+        """Tokens that the next group may take; 0 if there is none to open, or held-out prompts
+        alone. Beside a first group, of which nothing is known yet, that is a wide margin."""
+        if not self.is_open or self.buffer.next_ticket() is None:
+            return 0
+        tokens = self.meter.group_tokens(self.family.max_turns)
+        is_known = self.meter.has_seen_groups or self.buffer.num_held == 0
+        return tokens if is_known else MARGIN * tokens
 
     def give_back(self, plan: GroupPlan) -> None:
         """Let a lost group or prompt be opened again."""

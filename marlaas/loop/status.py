@@ -82,7 +82,7 @@ class StatusBoard:
 
     def _why_stuck(self, job: Job) -> str:
         """Return why a running job makes no progress, or nothing if it does."""
-        spent = self._tenants.why_spent(job.spec.tenant)
+        spent = self._tenants.why_spent(job.spec.tenant, job.next_tokens)
         if spent:
             return f"{spent}; it goes on at 00:00 UTC"
         notices = self._watchdog.notices(job.spec.job_id)
@@ -92,7 +92,7 @@ class StatusBoard:
 
     def _stands_still(self, job: Job) -> bool:
         """Return whether a running job waits for something of which nobody knows when it comes."""
-        is_spent = bool(self._tenants.why_spent(job.spec.tenant))
+        is_spent = bool(self._tenants.why_spent(job.spec.tenant, job.next_tokens))
         return is_spent or bool(self._watchdog.notices(job.spec.job_id))
 
     # Estimates --------------------------------------------------------------------------------
