@@ -528,11 +528,13 @@ class Controller:
         Slot, charge and places are taken at once, so that nothing else can take them meanwhile;
         the store hears of it as the rollout's first act.
         """
-        if self._tenants.why_spent(job.spec.tenant, job.next_tokens):
-            station.queue.discard(job.spec)
+        tenant_id = job.spec.tenant
+        has_no_room = bool(self._tenants.why_spent(tenant_id, job.next_tokens))
+        if has_no_room:
             self._tenants.at_day_end(self._wake_all)
-            return
-        plan = job.next_plan() if job.is_open else None
+        can_open = job.is_open and not self._tenants.why_spent(tenant_id)
+        # Held-out prompts take none of the day's tokens.
+        plan = job.next_plan(may_train=not has_no_room) if can_open else None
         if plan is None:
             station.queue.discard(job.spec)
             return

@@ -131,9 +131,11 @@ class Job:
         self.evaluations[evaluation.version] = evaluation
         self._waiting.append(evaluation)
 
-    def next_plan(self) -> GroupPlan | None:
+    def next_plan(self, *, may_train: bool = True) -> GroupPlan | None:
         """Return what is opened next: for each trajectory trained on, one held-out prompt, while
         there are both; what has nothing to open leaves its place to the other."""
+        if not may_train:
+            return self._next_eval()
         if self._num_evals_owed > 0:
             plan = self._next_eval() or self._next_group()
         else:
