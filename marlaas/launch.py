@@ -77,11 +77,12 @@ async def run_jobs(
 
     Raises:
         InvalidRequest: base, placement or jobs cannot run here.
+        StoreUnavailable: another process runs the jobs of that folder.
     """
     started_s = runtime.now_s()
     is_exact = any(spec.is_seeded for spec in specs)
     async with AsyncExitStack() as stack:
-        store = AsyncStore(Store(out))
+        store = AsyncStore(Store(out, runs_jobs=True))
         stack.push_async_callback(store.close)
         settings = engine_settings(run, base, is_exact=is_exact)
         resolved = [asdict(one) for one in settings]
@@ -205,7 +206,7 @@ SERVICE_STATS_EVERY_S = 2.0
 def service_store(settings: ServeSettings) -> AsyncStore:
     """Open the store that the settings of a service name."""
     url, folder = settings.database or None, Path(settings.folder)
-    return AsyncStore(Store.open(folder, url=url, durability=settings.durability))
+    return AsyncStore(Store.open(folder, url=url, durability=settings.durability, runs_jobs=True))
 
 
 async def serve(
@@ -227,7 +228,8 @@ async def serve(
 
     Raises:
         InvalidRequest: base, placement, address or database cannot be had.
-        StoreUnavailable: the database cannot be reached, or is of a newer release.
+        StoreUnavailable: the database cannot be reached, or is of a newer release; or another
+            process serves it.
     """
     # `marlaas run` does without the web framework.
     from marlaas.service import logs, server
@@ -240,9 +242,11 @@ async def serve(
     # Before anything is made: a base that there is not leaves no folder behind.
     engines = engine_settings(settings.engines(), settings.base, is_exact=settings.exact)
     async with AsyncExitStack() as stack:
-        listener = stack.enter_context(server.bind(settings.host, settings.port))
-        store = open_store(settings)
+        store = open_store(
+            settings
+        )  # first: of two servers on a store, one is to hear of the other
         stack.push_async_callback(store.close)
+        listener = stack.enter_context(server.bind(settings.host, settings.port))
         key = await store.call(first_operator_key)
         parts = await _service_parts(
             settings, engines, store, stack, mode=mode, stats_every_s=stats_every_s

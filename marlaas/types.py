@@ -656,7 +656,8 @@ class EventKind(StrEnum):
     NOTICE = "notice"
     """`{"stage", "cause", "since_s"}`: something makes no progress, or goes on again."""
     LOG = "log"
-    """`{"text"}`: what the tenant's own code printed or raised."""
+    """`{"text"}`: what the tenant's own code printed or raised, and of what its environments
+    failed, each text once."""
     DELETED = "deleted"
     """`{"job"}`: a job was deleted. What its events said is gone; they are left as `{}`, without a
     job, so that the numbers keep no gaps."""

@@ -165,7 +165,7 @@ def run(plan_file: Path) -> None:
 
     def open_store(settings: ServeSettings) -> AsyncStore:
         return FatalAsyncStore(
-            FatalStore(Path(settings.folder), durability=settings.durability),
+            FatalStore(Path(settings.folder), durability=settings.durability, runs_jobs=True),
             strike_file=Path(plan["strike_file"]),
             record_file=Path(plan["record_file"]),
         )

@@ -34,7 +34,7 @@ MAX_FILE_BYTES = 1 << 20
 IMPORT_LIMIT_S = 10.0
 """CPU seconds of the file's import; four times that in wall time."""
 CHECK_LIMIT_S = 5.0
-"""CPU seconds for looking at the file's functions, and for the trial call on the first prompt."""
+"""CPU seconds for looking at the file's functions, and the most for a trial call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,20 +122,11 @@ class CustomFamily:
         settings = self._settings
         content = await self._upload(settings.prompts)
         # Reading a million lines takes seconds, in which other jobs go on.
-        self._prompts = await asyncio.to_thread(prompt_set, content, settings)
-        if settings.eval_share > 0 and not self._prompts.size("eval"):
-            raise InvalidRequest(
-                "every line shows the policy the same, so no prompt can be held out: "
-                "set split_by: line, or eval_share: 0"
-            )
+        self._prompts = await asyncio.to_thread(split_prompts, content, settings)
         source = source_text(await self._upload(settings.environment))
         self._file = EnvironmentFile(source, settings.limits, settings.time_limit_s, self._log)
         await self._file.start()
-        if settings.max_turns > 1 and not self._file.has_steps:
-            raise InvalidRequest(
-                f"max_turns is {settings.max_turns}, but the environment file has only reward; "
-                "several turns need start and step"
-            )
+        self._file.check_turns(settings.max_turns)
 
     async def stop(self) -> None:
         """End the sandbox."""
@@ -215,6 +206,18 @@ class EnvironmentFile:
         self.has_steps = faults == "steps"
         self.is_started = True
 
+    def check_turns(self, max_turns: int) -> None:
+        """Refuse turns that the file has no functions for.
+
+        Raises:
+            InvalidRequest: it has `reward` alone, which judges one turn.
+        """
+        if max_turns > 1 and not self.has_steps:
+            raise InvalidRequest(
+                f"max_turns is {max_turns}, but the environment file has only reward; "
+                "several turns need start and step"
+            )
+
     async def stop(self) -> None:
         """End the sandbox."""
         await self._sandbox.stop()
@@ -248,31 +251,54 @@ class EnvironmentFile:
         return f"{function} returned what cannot be read; expected JSON values, not nested deeply"
 
 
+async def check_job(settings: CustomSettings, prompts: bytes, source: bytes) -> None:
+    """Find out, before a job is taken, what would end it at its start or fail its every call.
+
+    Raises:
+        InvalidRequest: names what is wrong with the prompts or the file.
+        EnvironmentFailure: SANDBOX_LOST: this machine cannot contain code, so nobody knows.
+    """
+    split = await asyncio.to_thread(split_prompts, prompts, settings)
+    await check_environment(
+        source,
+        settings.limits,
+        prompt=split.item(0),
+        max_turns=settings.max_turns,
+        time_limit_s=settings.time_limit_s,
+    )
+
+
 async def check_environment(
     source: str | bytes,
     limits: SandboxLimits | None = None,
     *,
     prompt: Mapping[str, object] | None = None,
+    max_turns: int = 1,
+    time_limit_s: float = CHECK_LIMIT_S,
     log: Log | None = None,
 ) -> None:
     """Import a tenant's file in a sandbox, look at its functions, and try them on a first prompt.
 
-    The trial gives an empty reply in a last turn, so its value must be a verdict.
+    The trial gives an empty reply in a last turn, so its value must be a verdict. One that may take
+    longer than `CHECK_LIMIT_S` and does is not waited for: its first trajectories will tell.
 
     Raises:
         InvalidRequest: names what is wrong with the file.
         EnvironmentFailure: SANDBOX_LOST: this machine cannot contain code, so nobody knows.
     """
-    file = EnvironmentFile(
-        source_text(source), limits or SandboxLimits(), CHECK_LIMIT_S, PrintLog(log)
-    )
+    trial_s = min(time_limit_s, CHECK_LIMIT_S)
+    file = EnvironmentFile(source_text(source), limits or SandboxLimits(), trial_s, PrintLog(log))
     try:
         await file.start()
+        file.check_turns(max_turns)
         if prompt is not None:
             await CustomEnv(file, prompt).step("", is_last=True)
     except EnvironmentFailure as failure:
         if failure.kind is FailureKind.SANDBOX_LOST:
             raise
+        is_slow = file.is_started and failure.kind is FailureKind.TIMEOUT
+        if is_slow and time_limit_s > trial_s:
+            return
         where = "on the first prompt with an empty reply: " if file.is_started else ""
         raise InvalidRequest(f"{where}{failure.reason}") from None
     finally:
@@ -294,6 +320,21 @@ def source_text(source: str | bytes) -> str:
         raise InvalidRequest(
             f"the environment file is not UTF-8 (byte {error.start + 1})"
         ) from None
+
+
+def split_prompts(content: bytes, settings: CustomSettings) -> PromptSet:
+    """Return the prompts of a file, of which some can be held out if some are to be.
+
+    Raises:
+        InvalidRequest: a line is not right, or none can be held out.
+    """
+    prompts = prompt_set(content, settings)
+    if settings.eval_share > 0 and not prompts.size("eval"):
+        raise InvalidRequest(
+            "every line shows the policy the same, so no prompt can be held out: "
+            "set split_by: line, or eval_share: 0"
+        )
+    return prompts
 
 
 def prompt_set(content: bytes, settings: CustomSettings) -> PromptSet:

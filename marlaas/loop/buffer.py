@@ -170,6 +170,11 @@ class Buffer:
     # --------------------------------------------------------------------------------------
 
     @property
+    def finished(self) -> Sequence[Group]:
+        """Groups that wait for their step."""
+        return list(self._finished.values())
+
+    @property
     def num_slots(self) -> int:
         return self._prompts_per_step * (1 + self._max_staleness)
 

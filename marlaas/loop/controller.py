@@ -42,6 +42,7 @@ from marlaas.loop.rollout import ChatTokenizer, GroupPlan, GroupRollout
 from marlaas.loop.status import StatusBoard
 from marlaas.loop.training import Outcome, train
 from marlaas.loop.usage import Tenants, sampled_tokens, trained_tokens
+from marlaas.loop.verdicts import had_verdict
 from marlaas.loop.watchdog import BOUNDS_S, Stage, Watchdog, WatchedFamily
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store, StoredJob
@@ -142,7 +143,7 @@ class Controller:
             self._report,
             bounds_s=self._settings.bounds_s,
             period_s=self._settings.watch_every_s,
-            may_rest=lambda spec: bool(self._tenants.why_spent(spec.tenant)),
+            may_rest=self._may_rest,
             on_over=self._note_stage if on_stage else None,
         )
         max_running = 1 if mode is Mode.LOCKSTEP else self._settings.max_running_jobs
@@ -313,6 +314,7 @@ class Controller:
             group = await rollout.run(generator)
         except WorkerLost:
             await job.policy.recover()
+            self._let_go(job, [plan.index] if plan.is_training else [])
             job.give_back(plan)
         else:
             cost_s = job.policy.station.settle(
@@ -396,6 +398,7 @@ class Controller:
             try:
                 await self._open(job)
                 await self._train(job)
+                await self._check_verdicts(job)
                 await job.all_tidied()
                 await self._judge_last(job)
                 return job.is_trained and not await self._missing_evaluations(job)
@@ -416,6 +419,8 @@ class Controller:
         """Set a job where the store left it: environment up, policy live, evaluations under way."""
         await job.restore(self._store)
         await self._tenants.learn_today(self._store, job.spec.tenant)
+        for group in job.buffer.finished:
+            self._note_group(job, group)
         await _start(job.family)
         missing = await self._missing_evaluations(job)
         for version in missing:
@@ -426,6 +431,24 @@ class Controller:
             job.policy.let_go(version)
             self._start_evaluation(job, version)
         self._ready(job)
+
+    async def _check_verdicts(self, job: Job) -> None:
+        """Refuse to call a job done that made all its steps and never had a verdict.
+
+        Raises:
+            EnvironmentFailure: it is one.
+        """
+        if job.buffer.version < job.spec.steps or job.verdicts.has_trained:
+            return
+        tenant_id, name = job.spec.tenant, job.spec.name
+        records = await self._store.call(Store.steps, tenant_id, name)
+        if any(had_verdict(record) for record in records):
+            return
+        rows = [
+            await self._store.call(Store.group, tenant_id, name, index)
+            for index in records[-1].group_indices
+        ]
+        raise job.without_verdict("in any step", [row.group for row in rows if row.group])
 
     async def _judge_last(self, job: Job) -> None:
         """Wait for all evaluations; a job that stopped early has its last version judged too."""
@@ -441,6 +464,8 @@ class Controller:
         job.policy.station.queue.forget(job.spec)
         try:
             await job.cancel_tasks()
+            self._tenants.let_go_of_all(job.spec)
+            self._ready_tenant(job.spec.tenant)
             await job.policy.remove()
             await job.family.stop()
             await self._add_usage(job)
@@ -503,19 +528,24 @@ class Controller:
 
     def _open_group(self, job: Job, station: Station) -> None:
         """Open what a job opens next and charge it; one with nothing to open leaves the queue, as
-        does one whose tenant has used up the day.
+        does one whose tenant has no room for it today.
 
         Slot, charge and places are taken at once, so that nothing else can take them meanwhile;
         the store hears of it as the rollout's first act.
         """
-        if self._tenants.why_spent(job.spec.tenant):
-            station.queue.discard(job.spec)
+        tenant_id = job.spec.tenant
+        has_no_room = bool(self._tenants.why_spent(tenant_id, job.next_tokens))
+        if has_no_room:
             self._tenants.at_day_end(self._wake_all)
-            return
-        plan = job.next_plan() if job.is_open else None
+        can_open = job.is_open and not self._tenants.why_spent(tenant_id)
+        # Held-out prompts take none of the day's tokens.
+        plan = job.next_plan(may_train=not has_no_room) if can_open else None
         if plan is None:
             station.queue.discard(job.spec)
             return
+        if plan.is_training:
+            may_take = job.meter.group_tokens(job.family.max_turns)
+            self._tenants.hold_sampling(job.spec, plan.index, may_take)
         estimate_s = station.charge(job.spec, plan.size)
         generator = job.policy.generator(plan.size)  # its places are reserved from here on
         task = job.spawn_rollout(plan, self._roll_out(job, plan, generator, estimate_s))
@@ -527,14 +557,24 @@ class Controller:
             await self._record(job.spec, Store.open_group, plan.index, version=plan.version)
 
     async def _hand_over(self, job: Job, plan: GroupPlan, group: Group) -> None:
-        """Give a finished group to whoever asked for it; training groups are stored first."""
+        """Give a finished group to whoever asked for it; training groups are stored first.
+
+        What environments failed of goes to the tenant's log.
+        """
+        if plan.is_training:
+            await self._record(job.spec, Store.finish_group, group)
+        if failures := job.verdicts.add(group, is_training=plan.is_training):
+            data = {"text": "\n".join(failures)}
+            await self._record(job.spec, Store.add_event, EventKind.LOG, data)
+        job.verdicts.check_timeouts()
         if not plan.is_training:
             job.judge(group)
             return
-        await self._record(job.spec, Store.finish_group, group)
         job.buffer.finish(group)
         self._tell(lambda observer: observer.group_done(job.spec, group))
+        self._note_group(job, group)
         self._count(job, sampled_tokens(group))
+        self._ready_tenant(job.spec.tenant)
         self._check_caps(job)
 
     async def _step(self, job: Job, groups: list[Group]) -> StepRecord:
@@ -582,6 +622,7 @@ class Controller:
                 Store.commit_step, job.spec.tenant, job.spec.name, record, dropped=outcome.dropped,
             )  # fmt: skip
         self._count(job, trained_tokens(groups, outcome.dropped))
+        self._let_go(job, record.group_indices)
         return record
 
     def _start_evaluation(self, job: Job, version: int) -> None:
@@ -597,6 +638,29 @@ class Controller:
         """Count tokens that are in the store."""
         job.meter.add_tokens(tokens)
         self._tenants.use(job.spec.tenant, tokens=tokens)
+
+    def _note_group(self, job: Job, group: Group) -> None:
+        """A group waits for its step: what that will train on is known, and spoken for."""
+        to_train = trained_tokens([group], {})
+        job.meter.note_group(sampled_tokens(group) + to_train)
+        self._tenants.hold_training(job.spec, group.index, to_train)
+
+    def _let_go(self, job: Job, indices: Iterable[int]) -> None:
+        """Groups take no more tokens than are counted: others may have room now."""
+        self._tenants.let_go(job.spec, indices)
+        self._ready_tenant(job.spec.tenant)
+
+    def _ready_tenant(self, tenant_id: TenantId) -> None:
+        """What a tenant's groups in flight hold has changed: let its jobs compete."""
+        if self._tenants.quotas(tenant_id).tokens_a_day is not None:
+            for job in self._jobs.values():
+                if job.spec.tenant == tenant_id:
+                    self._ready(job)
+
+    def _may_rest(self, spec: JobSpec) -> bool:
+        """Return whether a job stands still because its tenant has no room for it today."""
+        job = self._jobs.get(spec.job_id)
+        return bool(self._tenants.why_spent(spec.tenant, job.next_tokens if job else 0))
 
     def _check_caps(self, job: Job) -> None:
         """Pause a job that has reached its cap and is not at its end."""

@@ -14,12 +14,17 @@ from marlaas.loop.evaluation import Evaluation
 from marlaas.loop.policies import Policy
 from marlaas.loop.rollout import GroupPlan, GroupRollout
 from marlaas.loop.usage import Meter
+from marlaas.loop.verdicts import Verdicts, has_verdict
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import GroupState, Store, StoredJob
 from marlaas.types import EvalRecord, Group, JobSpec, StepRecord, TenantId
 
 MAX_BARREN_STEPS = 3
 """Steps in a row without a single verdict, or with a vetoed update, after which a job stops."""
+
+MARGIN = 10
+"""How much larger than guessed a job's groups may be: with less room than that in the day's tokens,
+the first one is waited for."""
 
 FOLLOW_PACE = 0.3
 """Weight of the newest step in the running mean of a job's pace."""
@@ -71,6 +76,7 @@ class Job:
             is_seeded=spec.is_seeded,
         )
         self.meter = Meter(spec)
+        self.verdicts = Verdicts()
         self.is_open = False
         """Its policy is live, so that groups can be opened."""
         self.pace_s: float | None = None
@@ -125,9 +131,11 @@ class Job:
         self.evaluations[evaluation.version] = evaluation
         self._waiting.append(evaluation)
 
-    def next_plan(self) -> GroupPlan | None:
+    def next_plan(self, *, may_train: bool = True) -> GroupPlan | None:
         """Return what is opened next: for each trajectory trained on, one held-out prompt, while
         there are both; what has nothing to open leaves its place to the other."""
+        if not may_train:
+            return self._next_eval()
         if self._num_evals_owed > 0:
             plan = self._next_eval() or self._next_group()
         else:
@@ -137,6 +145,16 @@ class Job:
             owed = self._num_evals_owed + change
             self._num_evals_owed = min(max(owed, 0), self.spec.group_size)
         return plan
+
+    @property
+    def next_tokens(self) -> int:
+        """Tokens that the next group may take; 0 if there is none to open, or held-out prompts
+        alone. Beside a first group, of which nothing is known yet, that is a wide margin."""
+        if not self.is_open or self.buffer.next_ticket() is None:
+            return 0
+        tokens = self.meter.group_tokens(self.family.max_turns)
+        is_known = self.meter.has_seen_groups or self.buffer.num_held == 0
+        return tokens if is_known else MARGIN * tokens
 
     def give_back(self, plan: GroupPlan) -> None:
         """Let a lost group or prompt be opened again."""
@@ -185,17 +203,24 @@ class Job:
             PolicyDiverged: updates in a row were not finite.
             EnvironmentFailure: no environment gave a verdict for some steps.
         """
-        has_verdict = any(t.end.is_trainable for group in groups for t in group.trajectories)
         self._num_vetoed = self._num_vetoed + 1 if record.is_vetoed else 0
-        self._num_failed = 0 if has_verdict else self._num_failed + 1
+        self._num_failed = 0 if has_verdict(groups) else self._num_failed + 1
         if self._num_vetoed == MAX_BARREN_STEPS:
             raise PolicyDiverged(f"{MAX_BARREN_STEPS} updates in a row were not finite")
         if self._num_failed == MAX_BARREN_STEPS:
-            last = groups[-1].trajectories[-1]
-            raise EnvironmentFailure(
-                FailureKind.ERROR,
-                f"no verdict in {MAX_BARREN_STEPS} steps; the last said {last.end}: {last.detail}",
-            )
+            raise self.without_verdict(f"in {MAX_BARREN_STEPS} steps", groups)
+
+    def without_verdict(self, where: str, groups: list[Group]) -> EnvironmentFailure:
+        """Return why the job cannot go on; `groups` speak if this run saw no failure itself."""
+        said = self.verdicts.most_frequent()
+        if not said:
+            earlier = Verdicts()
+            for group in groups:
+                earlier.add(group, is_training=True)
+            said = earlier.most_frequent()
+        return EnvironmentFailure(
+            FailureKind.ERROR, f"no verdict {where}, so nothing was learned; most often: {said}"
+        )
 
     def note_step(self) -> None:
         """A step was published: follow the pace."""

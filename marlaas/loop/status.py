@@ -2,13 +2,15 @@
 
 Everything is read from memory. A running job's end is judged by the pace of its steps, before the
 first by its predicted device time; a waiting job starts when a place comes free, in the order of
-the roster. Estimates of the whole queue are made anew at most once a second, however many ask.
+the roster. A job that stands still has no end that could be foretold, nor has what waits for its
+place. Estimates of the whole queue are made anew at most once a second, however many ask.
 """
 
 import heapq
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf, isinf
 
 from marlaas import runtime
 from marlaas.loop.fairness import TokenCounts
@@ -24,7 +26,8 @@ REFRESH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a job is expected to start and end, in seconds from when it was estimated."""
+    """When a job is expected to start and end, in seconds from when it was estimated; infinite if
+    that is behind a job that stands still."""
 
     starts_in_s: float
     ends_in_s: float
@@ -60,9 +63,10 @@ class StatusBoard:
             return JobStatus()
         job = self._jobs.get(job_id)
         if job is not None and seat.end is not None:
+            stuck = self._why_stuck(job)
             return JobStatus(
-                waits_for="it is being ended" if seat.is_ending else self._why_stuck(job),
-                ends_in_s=self._left_s(job),
+                waits_for="it is being ended" if seat.is_ending else stuck,
+                ends_in_s=None if stuck else self._left_s(job),
                 device_s=job.meter.device_s,
             )
         if seat.end is not None:
@@ -72,20 +76,25 @@ class StatusBoard:
         return JobStatus(
             waits_for=self._roster.why_waits(seat),
             place=self._roster.places()[job_id],
-            starts_in_s=None if span is None else span.starts_in_s,
-            ends_in_s=None if span is None else span.ends_in_s,
+            starts_in_s=None if span is None else _finite(span.starts_in_s),
+            ends_in_s=None if span is None else _finite(span.ends_in_s),
             device_s=seat.used.device_s,
         )
 
     def _why_stuck(self, job: Job) -> str:
         """Return why a running job makes no progress, or nothing if it does."""
-        spent = self._tenants.why_spent(job.spec.tenant)
+        spent = self._tenants.why_spent(job.spec.tenant, job.next_tokens)
         if spent:
             return f"{spent}; it goes on at 00:00 UTC"
         notices = self._watchdog.notices(job.spec.job_id)
         if not notices and not job.is_open:
             return f"its policy is being loaded on {job.policy.station.worker.name}"
         return "; ".join(f"{one.stage}: {one.cause}, for {one.since_s:.0f} s" for one in notices)
+
+    def _stands_still(self, job: Job) -> bool:
+        """Return whether a running job waits for something of which nobody knows when it comes."""
+        is_spent = bool(self._tenants.why_spent(job.spec.tenant, job.next_tokens))
+        return is_spent or bool(self._watchdog.notices(job.spec.job_id))
 
     # Estimates --------------------------------------------------------------------------------
 
@@ -127,6 +136,8 @@ class StatusBoard:
         for seat in self._roster.running():
             job = self._jobs.get(seat.spec.job_id)
             left_s = self._length_s(seat) if job is None else self._left_s(job)
+            if job is not None and self._stands_still(job):
+                left_s = inf
             if left_s is None:
                 return {}
             heapq.heappush(ends, left_s)
@@ -141,6 +152,8 @@ class StatusBoard:
             if starts_s is None:
                 continue
             ends_s = starts_s + length_s
+            if self._tenants.why_spent(seat.spec.tenant):
+                ends_s = inf
             heapq.heappush(ends, ends_s)
             heapq.heappush(ends_of.setdefault(seat.spec.tenant, []), ends_s)
             spans[seat.spec.job_id] = Span(starts_s, ends_s)
@@ -164,3 +177,7 @@ class StatusBoard:
             num_running[spec.tenant] += 1
             return starts_s
         return max(starts_s, heapq.heappop(ends_of[spec.tenant]))
+
+
+def _finite(seconds: float) -> float | None:
+    return None if isinf(seconds) else seconds

@@ -6,18 +6,20 @@
 - Token counts in the store come from what is stored there; meters only count along, to see when a
   cap or a quota is reached without asking the store at every group.
 - A tenant is charged for work that was done for it: what a lost worker took with it is not.
+- Groups in flight finish and are trained on, so what they will take counts against the day's tokens
+  from when they open: as much as the job's largest group so far, later what they turned out to be.
 """
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import floor
 
 from marlaas import runtime
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.store.usage import day_of
-from marlaas.types import Group, JobSpec, Quotas, Tenant, TenantId, Usage
+from marlaas.types import Group, JobId, JobSpec, Quotas, Tenant, TenantId, Usage
 
 DAY_S = 86_400.0
 
@@ -60,6 +62,7 @@ class Meter:
         self.tokens = 0
         """Sampled and trained."""
         self.device_s = 0.0
+        self._largest_group = 0
         self._read_device_s = 0.0
         self._read_cpu_s = 0.0
 
@@ -67,6 +70,24 @@ class Meter:
         """Go on from what the store holds of the job."""
         self.tokens = usage.sampled_tokens + usage.trained_tokens
         self.device_s = self._read_device_s = usage.device_s
+
+    @property
+    def has_seen_groups(self) -> bool:
+        """Whether `group_tokens` is more than a guess."""
+        return self._largest_group > 0
+
+    def note_group(self, tokens: int) -> None:
+        """A group has turned out to take so many tokens, its training included."""
+        self._largest_group = max(self._largest_group, tokens)
+
+    def group_tokens(self, max_turns: int) -> int:
+        """Return how many tokens the next group may take, sampled and trained on.
+
+        As many as the largest one of this run; before there was one, with replies at their limit
+        and prompts as long.
+        """
+        spec = self._spec
+        return self._largest_group or 3 * spec.group_size * max_turns * spec.max_tokens
 
     def add_tokens(self, count: int) -> None:
         self.tokens += count
@@ -110,13 +131,27 @@ class Today:
     sandbox_cpu_s: float = 0.0
 
 
+@dataclass
+class Held:
+    """Tokens of one tenant that groups in flight will take, by job and index."""
+
+    sampling: dict[tuple[JobId, int], int] = field(default_factory=dict)
+    """Predicted: groups that are being sampled."""
+    training: dict[tuple[JobId, int], int] = field(default_factory=dict)
+    """Known: groups that wait for their step."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.sampling.values()) + sum(self.training.values())
+
+
 class Tenants:
     """Weights and quotas in force, and what each tenant has used today.
 
     tenants.change([tenant])                          # at once, while jobs run
     await tenants.learn_today(store, "acme")          # before a job of a tenant runs
     tenants.use("acme", tokens=400)
-    tenants.why_spent("acme")                         # "its quota of ...", or empty
+    tenants.why_spent("acme", 400)                    # "its quota of ...", or empty: there is room
     """
 
     def __init__(self, weights: Mapping[TenantId, float]) -> None:
@@ -124,6 +159,7 @@ class Tenants:
         """Share of the machine relative to other tenants; 1 if not named."""
         self._quotas: dict[TenantId, Quotas] = {}
         self._today: dict[TenantId, Today] = {}
+        self._held: dict[TenantId, Held] = {}
         self._learned: set[TenantId] = set()
         """Tenants whose use before this server began is counted in."""
         self._day_end: asyncio.TimerHandle | None = None
@@ -162,17 +198,61 @@ class Tenants:
         self._today.pop(tenant_id, None)
         self._learned.discard(tenant_id)
 
-    def why_spent(self, tenant_id: TenantId) -> str:
-        """Return which daily quota leaves the tenant nothing for today, or nothing."""
+    def hold_sampling(self, spec: JobSpec, index: int, tokens: int) -> None:
+        """A group is opened that may take so many tokens."""
+        self._held.setdefault(spec.tenant, Held()).sampling[spec.job_id, index] = tokens
+
+    def hold_training(self, spec: JobSpec, index: int, tokens: int) -> None:
+        """A group waits for its step, which trains on so many tokens."""
+        self.let_go(spec, [index])
+        self._held.setdefault(spec.tenant, Held()).training[spec.job_id, index] = tokens
+
+    def let_go(self, spec: JobSpec, indices: Iterable[int]) -> None:
+        """Groups were lost or trained on: what they took is counted."""
+        held = self._held.get(spec.tenant, Held())
+        for index in indices:
+            held.sampling.pop((spec.job_id, index), None)
+            held.training.pop((spec.job_id, index), None)
+
+    def let_go_of_all(self, spec: JobSpec) -> None:
+        """A job does not run any more."""
+        held = self._held.get(spec.tenant, Held())
+        for tokens in (held.sampling, held.training):
+            for key in [key for key in tokens if key[0] == spec.job_id]:
+                del tokens[key]
+        if not held.sampling and not held.training:
+            self._held.pop(spec.tenant, None)
+
+    def why_spent(self, tenant_id: TenantId, group_tokens: int = 0) -> str:
+        """Return which daily quota leaves the tenant nothing for today, or nothing.
+
+        With `group_tokens`: nothing for a group that may take so many. The first group of a day has
+        room in any quota, or a job of large groups would never come to its end.
+        """
         quotas = self.quotas(tenant_id)
         if quotas.tokens_a_day is None and quotas.sandbox_cpu_s_a_day is None:
             return ""
         today = self._used(tenant_id)
-        if quotas.tokens_a_day is not None and today.tokens >= quotas.tokens_a_day:
-            return f"the tenant's quota of {quotas.tokens_a_day} tokens a day is used up"
+        if quotas.tokens_a_day is not None:
+            spent = self._why_no_tokens(tenant_id, quotas.tokens_a_day, today, group_tokens)
+            if spent:
+                return spent
         limit_s = quotas.sandbox_cpu_s_a_day
         if limit_s is not None and today.sandbox_cpu_s >= limit_s:
             return f"the tenant's quota of {limit_s:g} sandbox CPU seconds a day is used up"
+        return ""
+
+    def _why_no_tokens(
+        self, tenant_id: TenantId, quota: int, today: Today, group_tokens: int
+    ) -> str:
+        spent = f"the tenant's quota of {quota} tokens a day is used up"
+        if today.tokens >= quota:
+            return spent
+        held = self._held.get(tenant_id, Held())
+        is_first = today.tokens == 0 and not held.sampling
+        left = max(0, quota - today.tokens - held.tokens)
+        if group_tokens > left and not is_first:
+            return f"{spent} but for {left}; a group may take {group_tokens}"
         return ""
 
     def at_day_end(self, wake: Callable[[], None]) -> None:

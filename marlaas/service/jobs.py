@@ -1,6 +1,7 @@
 """Jobs: hand one over, look at it, stop it, let it go on; and sweeps, which are jobs that differ.
 
-    body ─► uploads by digest, fork by number ─► words of the job file (`loop.jobspec`) ─► loop
+    body ─► uploads by digest, fork by number ─► words of the job file (`loop.jobspec`)
+         ─► a custom environment tried on its first prompt (`trials.py`) ─► loop
 
 - A job is fixed once accepted: names of uploads become digests and `best` becomes a number here, so
   nothing that is uploaded or judged later changes what it does.
@@ -82,6 +83,7 @@ async def create_job(
     is_new = not await parts.store.call(_is_job, caller.tenant_id, spec.name)
     if is_new:
         await _check_storage(parts, caller.tenant)
+        await parts.trials.check(parts.store, [spec])
     stored = await parts.controller.submit(spec, idempotency_key=key)
     response.status_code = 201 if is_new else 200
     return _info(parts, stored)
@@ -252,6 +254,7 @@ async def create_sweep(
     await _check_storage(parts, caller.tenant)
     specs = [await read_spec(parts, caller.tenant_id, job) for job in _combinations(body)]
     await _check_queue(parts, caller.tenant, specs)
+    await parts.trials.check(parts.store, await parts.store.call(_new_ones, specs))
     for spec in specs:
         member_key = f"{key}/{spec.name}" if key else ""
         await parts.controller.submit(spec, idempotency_key=member_key)
@@ -309,6 +312,10 @@ async def _check_queue(parts: Parts, tenant: Tenant, specs: Sequence[JobSpec]) -
     counts = await parts.store.call(Store.job_counts, tenant.tenant_id)
     if counts.get(JobState.QUEUED, 0) + num_new > limit:
         raise QuotaExceeded(f"{num_new} new jobs do not fit a queue of {limit}", 60.0)
+
+
+def _new_ones(store: Store, specs: Sequence[JobSpec]) -> Sequence[JobSpec]:
+    return [spec for spec in specs if not _is_job(store, spec.tenant, spec.name)]
 
 
 def _num_new(store: Store, specs: Sequence[JobSpec]) -> int:

@@ -13,6 +13,7 @@ from marlaas.loop.serving import Serving
 from marlaas.service.limits import Rates, Turns
 from marlaas.service.streams import Hub
 from marlaas.service.telemetry import Telemetry
+from marlaas.service.trials import Trials
 from marlaas.store.async_store import AsyncStore
 
 
@@ -35,6 +36,7 @@ class Parts:
     """One upload of a tenant at a time: so much is held in memory, and no more."""
     readings: Turns = field(default_factory=Turns)
     """One prompt of a tenant is made tokens of at a time."""
+    trials: Trials = field(default_factory=Trials)
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the service was told to end: it takes no new work."""
 

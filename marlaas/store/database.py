@@ -10,6 +10,7 @@
 - Listeners hear of events after the commit that wrote them.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from sqlalchemy.pool import NullPool
 from marlaas.errors import InvalidRequest, StoreUnavailable
 from marlaas.store import migrate
 from marlaas.store.files import Files
+from marlaas.store.hold import hold, hold_database
 from marlaas.types import TenantId
 
 SQLITE_FILE = "store.db"
@@ -75,19 +77,30 @@ class Database:
     on_event: Callable[[TenantId], None] | None = None
     """Called after a commit that wrote events of a tenant, on the thread that committed."""
 
-    def __init__(self, root: Path, *, durability: str = "process", url: str | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        durability: str = "process",
+        url: str | None = None,
+        runs_jobs: bool = False,
+    ) -> None:
         if durability not in _SYNCHRONOUS:
             raise InvalidRequest(f"durability {durability!r}: use one of {', '.join(_SYNCHRONOUS)}")
         self.files = Files(root)
         self.files.make_root()
         self.url = url
-        self._engine = engine_of(root, durability, url)
+        self._engine = engine_of(root, durability, url, runs_jobs=runs_jobs)
         self._dialect = self._engine.dialect.name
         self._told: set[TenantId] = set()
+        self._hold = hold(root) if runs_jobs else None
         try:
             self._connection = self._engine.connect()
-        except DBAPIError as error:
-            raise unavailable(self._engine, error) from error
+        except BaseException as error:
+            self._let_go()
+            if isinstance(error, DBAPIError):
+                raise unavailable(self._engine, error) from error
+            raise
         try:
             with self._typed_errors():
                 migrate.upgrade(self._connection, BEGIN[self._dialect])
@@ -98,6 +111,13 @@ class Database:
     def close(self) -> None:
         self._connection.close()
         self._engine.dispose()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Let another process run the jobs."""
+        if self._hold is not None:
+            os.close(self._hold)
+            self._hold = None
 
     # Reading and writing ------------------------------------------------------------------
 
@@ -175,7 +195,9 @@ def prepared(dialect: str, insert: Any, *columns: str) -> sa.TextClause:
     return sa.text(str(insert.compile(dialect=_WORDS[dialect], column_keys=columns)))
 
 
-def engine_of(root: Path, durability: str = "process", url: str | None = None) -> sa.Engine:
+def engine_of(
+    root: Path, durability: str = "process", url: str | None = None, *, runs_jobs: bool = False
+) -> sa.Engine:
     """Return the engine of the database. Transactions are begun and ended by statements of ours, so
     that a read outside of one takes no lock and leaves none."""
     if url is None:
@@ -202,6 +224,8 @@ def engine_of(root: Path, durability: str = "process", url: str | None = None) -
         cursor = dbapi_connection.cursor()
         for setting in settings:
             cursor.execute(setting)
+        if runs_jobs and url is not None:
+            hold_database(cursor, engine.url.render_as_string(hide_password=True))
         cursor.close()
 
     event.listen(engine, "connect", prepare)

@@ -63,7 +63,8 @@ class Store(Tenants, Backups):
     """One open database with the files beside it.
 
     Lifecycle: constructed (schema brought up to date) -> used by one thread at a time -> closed. A
-    second process must not run jobs on the same store; readers may come and go.
+    second process that is to run jobs on the same store (`runs_jobs`) is refused; readers may come
+    and go.
 
         store = Store(Path("runs/7"))
         store.add_job("acme", spec)
@@ -73,16 +74,31 @@ class Store(Tenants, Backups):
         store.job("acme", "sums").step                      # 1
     """
 
-    def __init__(self, root: Path, *, durability: str = "process", url: str | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        durability: str = "process",
+        url: str | None = None,
+        runs_jobs: bool = False,
+    ) -> None:
         """Open the store of a folder; the folder is made, and the database without a URL is in it.
 
         Raises:
-            StoreUnavailable: the database cannot be reached, written or read, or is too new.
+            StoreUnavailable: the database cannot be reached, written or read, or is too new; or
+                another process runs the jobs that this one is to run.
         """
-        super().__init__(root, durability=durability, url=url)
+        super().__init__(root, durability=durability, url=url, runs_jobs=runs_jobs)
         self._tidied = set()
 
     @classmethod
-    def open(cls, root: Path, *, url: str | None = None, durability: str = "process") -> "Store":
+    def open(
+        cls,
+        root: Path,
+        *,
+        url: str | None = None,
+        durability: str = "process",
+        runs_jobs: bool = False,
+    ) -> "Store":
         """Open a store: SQLite in `root/store.db`, or PostgreSQL by URL. Files lie in `root`."""
-        return cls(root, durability=durability, url=url)
+        return cls(root, durability=durability, url=url, runs_jobs=runs_jobs)

@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import math
+import os
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,6 +14,7 @@ from marlaas.cli.connection import as_json
 from marlaas.cli.jobs import job_table, log_line
 from marlaas.cli.main import main
 from marlaas.client.records import GroupInfo, JobInfo, Machine, Notice, Rollout, TenantInfo
+from marlaas.store.db import Store
 from marlaas.types import Event, EventKind, JobState, Message, Quotas, Usage, WorkerStats
 from tests.cli.records import make_stats
 
@@ -182,3 +185,12 @@ def test_a_line_of_the_log_has_its_time_and_its_words():
 
 def test_json_has_no_nan():
     assert as_json({"a": [math.nan, Usage(sampled_tokens=2)]})["a"][0] is None
+
+
+def test_a_folder_that_is_served_is_not_served_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = Store.open(tmp_path, runs_jobs=True)
+    assert main(["serve", "--data", str(tmp_path)]) == 1
+    first.close()
+    assert f"in use by marlaas, pid {os.getpid()}" in capsys.readouterr().err

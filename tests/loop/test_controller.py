@@ -9,12 +9,21 @@ import numpy as np
 import pytest
 
 from marlaas import runtime
-from marlaas.errors import Conflict, InvalidRequest
+from marlaas.envs.base import EnvStep
+from marlaas.errors import Conflict, EnvironmentFailure, FailureKind, InvalidRequest
 from marlaas.loop.controller import Controller, LoopSettings, Mode
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import GroupState, Store
-from marlaas.types import JobSpec, JobState, Latency, TrajectoryEnd
-from tests.fakes import ByteTokenizer, FakeWorker, Recorder, Speed, family_of
+from marlaas.types import EventKind, JobSpec, JobState, Latency, Prompt, TrajectoryEnd
+from tests.fakes import (
+    ByteTokenizer,
+    FakeWorker,
+    Recorder,
+    ScriptedEnv,
+    ScriptedFamily,
+    Speed,
+    family_of,
+)
 
 Script = Callable[["Run"], Coroutine[None, None, None]]
 
@@ -39,7 +48,9 @@ class Run:
         script: Script | None = None,
         mode: Mode = Mode.ASYNC,
         settings: LoopSettings | None = None,
+        make_family: Callable[[JobSpec], ScriptedFamily] = family_of,
     ) -> None:
+        self._make_family = make_family
         self.store = Store(root)
         self.recorder = Recorder()
         self.elapsed_s = 0.0
@@ -50,7 +61,8 @@ class Run:
         self.workers = workers()
         self.controller = Controller(
             AsyncStore(self.store, is_threaded=False), self.workers, ByteTokenizer(),
-            make_family=family_of, observer=self.recorder, mode=self._mode, settings=self._settings,
+            make_family=self._make_family, observer=self.recorder, mode=self._mode,
+            settings=self._settings,
         )  # fmt: skip
         for spec in self._specs:
             await self.controller.submit(spec)
@@ -74,6 +86,23 @@ class Run:
     def trajectories(self, spec: JobSpec) -> list:
         rows = self.store.groups(spec.tenant, spec.name)
         return [t for row in rows if row.group for t in row.group.trajectories]
+
+
+class EndlessFamily(ScriptedFamily):
+    """Its environments take all of their time limit and are cut."""
+
+    def make(self, prompt: Prompt, num_envs: int) -> list[ScriptedEnv]:
+        return [EndlessEnv(self, prompt, index) for index in range(num_envs)]
+
+
+class EndlessEnv(ScriptedEnv):
+    async def step(self, reply: str, *, is_last: bool) -> EnvStep:
+        await asyncio.sleep(5.0)
+        raise EnvironmentFailure(FailureKind.TIMEOUT, "reward took longer than 5 s")
+
+
+def timing_out(spec: JobSpec) -> ScriptedFamily:
+    return EndlessFamily() if spec.name == "endless" else family_of(spec)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -368,6 +397,42 @@ def test_a_sandbox_that_dies_while_it_starts_is_started_again(
     found, reason = Run(tmp_path, spec).state(spec)
     assert found is state
     assert (reason == "") == (state is JobState.DONE)
+
+
+def test_a_job_of_few_steps_without_a_verdict_is_not_done_but_failed(tmp_path: Path) -> None:
+    broken = job("broken", env={"crash": "step"}, steps=1)
+    run = Run(tmp_path, broken)
+    state, reason = run.state(broken)
+    assert state is JobState.FAILED
+    assert "no verdict in any step" in reason and "ValueError: a bug in" in reason
+    logged = [e.data["text"] for e in run.store.events("acme") if e.kind is EventKind.LOG]
+    assert logged == ["environment_error: ValueError: a bug in the environment"]
+
+
+def test_one_verdict_in_an_earlier_run_is_enough_to_be_done(tmp_path: Path) -> None:
+    """The last run of this job sees failures only."""
+    spec = job(steps=3)
+
+    async def stop(run: Run) -> None:
+        while not run.steps(spec):
+            await asyncio.sleep(0.01)
+        run.controller.stop()
+
+    assert 1 <= len(Run(tmp_path, spec, script=stop).steps(spec)) < 3
+    broken = replace(spec, env={"family": "scripted", "crash": "step"})
+    again = Run(tmp_path, make_family=lambda _: family_of(broken))
+    assert again.state(spec) == (JobState.DONE, "")
+
+
+def test_a_job_whose_every_call_times_out_ends_after_some_calls(tmp_path: Path) -> None:
+    endless = job("endless", steps=100, prompts_per_step=64)
+    fine = job("fine")
+    run = Run(tmp_path, endless, fine, make_family=timing_out)
+    state, reason = run.state(endless)
+    assert state is JobState.FAILED
+    assert "timed out before there was any verdict" in reason and "took longer" in reason
+    assert 0 < len(run.trajectories(endless)) < 64, "of a step's 256"
+    assert run.state(fine) == (JobState.DONE, "")
 
 
 def test_a_straggler_is_cut_and_its_finished_siblings_are_trained_on(tmp_path: Path) -> None:

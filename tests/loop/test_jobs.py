@@ -512,7 +512,7 @@ def test_a_tenant_that_has_used_up_its_day_waits_for_the_next_one(tmp_path: Path
         by_day = service.store.usage_by_day("acme", days=3)
         assert list(by_day) == ["1970-01-11", "1970-01-12"]
         first = by_day["1970-01-11"]
-        assert 3000 <= first.sampled_tokens + first.trained_tokens < 4500
+        assert 2500 < first.sampled_tokens + first.trained_tokens <= 3000
         assert service.recorder.notices == [], "a tenant at rest is no fault"
 
     Service(tmp_path, script, epoch_s=noon_s)
@@ -535,7 +535,39 @@ def test_what_was_used_today_counts_after_a_restart(tmp_path: Path) -> None:
         assert "used up" in service.controller.status("acme", "say-y").waits_for
 
     Service(tmp_path, first)
-    assert Service(tmp_path, second).recorder.groups == []
+    usage = Service(tmp_path, second).store.usage("acme")
+    assert 2500 < usage.sampled_tokens + usage.trained_tokens <= 3000
+
+
+def test_a_quota_is_overshot_by_no_more_than_one_group(tmp_path: Path) -> None:
+    specs = [job(f"j{index}", steps=50, eval_prompts=0) for index in range(3)]
+
+    async def script(service: Service) -> None:
+        tenant = Tenant(tenant_id="acme", quotas=quotas(tokens_a_day=1000))
+        service.controller.tenants_changed([tenant])
+        await service.submit(*specs)
+        await asyncio.sleep(3600.0)
+        for spec in specs:
+            assert "used up" in service.controller.status("acme", spec.name).waits_for
+
+    service = Service(tmp_path, script)
+    usage = service.store.usage("acme")
+    assert 600 < usage.sampled_tokens + usage.trained_tokens < 1000 + 250
+    assert service.recorder.notices == []
+
+
+def test_a_job_of_groups_larger_than_the_quota_makes_one_a_day(tmp_path: Path) -> None:
+    spec = job(steps=1, prompts_per_step=2, eval_prompts=2)
+
+    async def script(service: Service) -> None:
+        tenant = Tenant(tenant_id="acme", quotas=quotas(tokens_a_day=20))
+        service.controller.tenants_changed([tenant])
+        await service.submit(spec)
+        while not service.is_done(spec):
+            await asyncio.sleep(3600.0)
+        assert len(service.store.usage_by_day("acme")) in (2, 3)
+
+    Service(tmp_path, script, watch_every_s=60.0)
 
 
 def test_usage_is_what_the_stored_groups_hold(tmp_path: Path) -> None:

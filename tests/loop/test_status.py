@@ -1,11 +1,13 @@
 """What is said of jobs that wait and jobs that run."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from marlaas import runtime
+from marlaas.loop.usage import UNLIMITED
 from marlaas.types import JobState, JobStatus, Tenant
 from tests.loop.test_jobs import Service, job, quotas
 
@@ -59,6 +61,41 @@ def test_a_job_that_its_tenants_quota_holds_back_says_so(tmp_path: Path) -> None
         assert waits.starts_in_s == pytest.approx(10.0, abs=10.0)
         never = service.controller.status("nobody", "never")
         assert never.starts_in_s is None and never.waits_for.startswith("the tenant's quota is 0")
+
+    Service(tmp_path, script)
+
+
+def test_nobody_foretells_the_end_of_a_job_that_stands_still(tmp_path: Path) -> None:
+    spent, other = job("spent", steps=500), job("other", tenant="other")
+    behind = job("behind", tenant="spare")
+
+    async def script(service: Service) -> None:
+        tenant = Tenant(tenant_id="acme", quotas=quotas(tokens_a_day=3000))
+        service.controller.tenants_changed([tenant])
+        await service.submit(spent)
+        await service.until(lambda: service.step(spent) >= 3)
+        assert service.controller.status("acme", "spent").ends_in_s is not None
+        await asyncio.sleep(600.0)
+        await service.submit(behind, replace(spent, name="next"), other)
+        status = service.controller.status("acme", "spent")
+        assert "used up" in status.waits_for and status.ends_in_s is None
+        assert service.controller.status("spare", "behind").starts_in_s is None
+        service.controller.tenants_changed([replace(tenant, quotas=UNLIMITED)])
+        await asyncio.sleep(5.0)
+        assert service.controller.status("acme", "spent").ends_in_s is not None
+        assert service.controller.status("spare", "behind").starts_in_s is not None
+
+    Service(tmp_path, script, max_running_jobs=1)
+
+
+def test_a_job_whose_tool_hangs_has_no_end_in_sight(tmp_path: Path) -> None:
+    spec = job(steps=3, env={"tool_s": 1e5}, eval_prompts=0)
+
+    async def script(service: Service) -> None:
+        await service.submit(spec)
+        await service.until(lambda: bool(service.recorder.notices))
+        status = service.controller.status("acme", "say-y")
+        assert status.waits_for and status.ends_in_s is None
 
     Service(tmp_path, script)
 

@@ -326,10 +326,10 @@ async def test_a_tenant_of_a_name_used_before_has_used_nothing(tmp_path: Path) -
     async with bench(tmp_path, quotas=quotas) as service:
         await service.submit()
         async with asyncio.timeout(10):
-            while not service.parts.controller._tenants.why_spent("acme"):
+            while not service.parts.controller._tenants.why_spent("acme", 50):
                 await asyncio.sleep(0.02)
         await service.call("POST", "/v1/jobs/sums/cancel")
         await service.call("DELETE", "/v1/tenants/acme", who="operator")
         again = {"tenant": "acme", "quotas": {"tokens_a_day": 50}}
         await service.call("POST", "/v1/tenants", who="operator", json=again)
-        assert service.parts.controller._tenants.why_spent("acme") == ""
+        assert service.parts.controller._tenants.why_spent("acme", 50) == ""

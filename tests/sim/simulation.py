@@ -163,7 +163,7 @@ def _draw_quotas(rng: random.Random) -> Quotas:
     return replace(
         UNLIMITED,
         max_running_jobs=rng.choice([None, 1, 2]),
-        tokens_a_day=rng.choice([None, None, 300]),
+        tokens_a_day=rng.choice([None, None, 3000]),
     )
 
 
