@@ -22,7 +22,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Concatenate, ParamSpec, TypeVar
@@ -31,6 +31,7 @@ from marlaas.envs.base import Family
 from marlaas.envs.latency import with_latency
 from marlaas.errors import Conflict, EnvironmentFailure, FailureKind, MarlaasError, WorkerLost
 from marlaas.loop import algorithms
+from marlaas.loop.concurrency import to_its_end
 from marlaas.loop.evaluation import Evaluation, is_due
 from marlaas.loop.fairness import TokenCounts
 from marlaas.loop.job import Job
@@ -462,16 +463,19 @@ class Controller:
         """Free everything that a job holds outside the store."""
         job.is_open = False
         job.policy.station.queue.forget(job.spec)
-        try:
+        # Last in, first out, each whatever became of the one before: sandboxes outlive no job.
+        async with AsyncExitStack() as closing:
+            closing.callback(self._leave, job)
+            closing.push_async_callback(self._add_usage, job)
+            closing.push_async_callback(lambda: to_its_end(job.family.stop()))
+            closing.push_async_callback(job.policy.remove)
+            closing.callback(self._ready_tenant, job.spec.tenant)
+            closing.callback(self._tenants.let_go_of_all, job.spec)
             await job.cancel_tasks()
-            self._tenants.let_go_of_all(job.spec)
-            self._ready_tenant(job.spec.tenant)
-            await job.policy.remove()
-            await job.family.stop()
-            await self._add_usage(job)
-        finally:
-            self._placement.release(job.spec)
-            del self._jobs[job.spec.job_id]
+
+    def _leave(self, job: Job) -> None:
+        self._placement.release(job.spec)
+        del self._jobs[job.spec.job_id]
 
     async def _visit(self, spec: JobSpec, version: int) -> None:
         """Load one version of a job that does not run, judge it, unload it. What goes wrong is
