@@ -339,9 +339,8 @@ class Lifecycle:
         self._tasks = tasks
         self.start_waiting()
         for seat in self._roster.queued():
-            is_here = self._roster.get(seat.spec.job_id) is seat
-            if seat.was_running and is_here and seat.end is None:
-                await self._write(self._patient, seat.spec, JobState.QUEUED, INTERRUPTED)
+            if seat.was_running:
+                await self._queue_interrupted(seat)
 
     async def idle(self) -> None:
         """Return once no job runs and none can start, or all were told to stop."""
@@ -400,6 +399,21 @@ class Lifecycle:
                 was_running=stored.state is JobState.RUNNING,
             )
         )
+
+    async def _queue_interrupted(self, seat: Seat) -> None:
+        """Write that a job that ran has no place now, unless a verb or a place came first."""
+        job_id = seat.spec.job_id
+        async with self._verb(job_id):
+            if self._roster.get(job_id) is not seat or seat.end is not None:
+                return
+            self._roster.block(job_id)  # it does not start while the store is to say that it waits
+            try:
+                await self._write(self._patient, seat.spec, JobState.QUEUED, INTERRUPTED)
+            except StoreUnavailable as error:  # the server stops
+                logger.warning("%s is not stored as queued: %s", job_id, error)
+            finally:
+                self._roster.unblock(job_id)
+                self.start_waiting()
 
     def _queue(self, stored: StoredJob) -> None:
         self._add(stored)
@@ -475,20 +489,23 @@ class Lifecycle:
         end = await self._outcome(seat)
         if end is not None:
             state, reason = end
+            again = None
             try:
                 await self._write(self._patient, seat.spec, state, reason)
+                if state is JobState.QUEUED:
+                    again = await self._queued_again(seat)
             except StoreUnavailable as error:  # the server stops
                 logger.warning("%s is not stored as %s: %s", seat.spec.job_id, state, error)
                 return
             self._roster.remove(seat)
-            if state is JobState.QUEUED:
-                stored = await self._patient.call(Store.job, seat.spec.tenant, seat.spec.name)
-                again = Seat(
-                    spec=seat.spec, number=seat.number, step=stored.step, used=stored.usage
-                )
+            if again is not None:
                 self._roster.add(again)
             self.start_waiting()
         self._became_idle.set()
+
+    async def _queued_again(self, seat: Seat) -> Seat:
+        stored = await self._patient.call(Store.job, seat.spec.tenant, seat.spec.name)
+        return Seat(spec=seat.spec, number=seat.number, step=stored.step, used=stored.usage)
 
     async def _outcome(self, seat: Seat) -> tuple[JobState, str] | None:
         """Return how a job ended; None if it was left as it was when the server stopped."""

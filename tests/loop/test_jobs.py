@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,15 @@ from marlaas.loop.usage import UNLIMITED, Tenants
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import GroupState, Store
 from marlaas.types import EventKind, Fork, JobSpec, JobState, Quotas, Tenant
-from tests.fakes import ByteTokenizer, FakeWorker, Recorder, SlowStore, Speed, family_of
+from tests.fakes import (
+    ByteTokenizer,
+    FakeWorker,
+    Recorder,
+    ScriptedFamily,
+    SlowStore,
+    Speed,
+    family_of,
+)
 
 Script = Callable[["Service"], Coroutine[None, None, None]]
 
@@ -52,11 +60,13 @@ class Service:
         store: Store | None = None,
         store_s: float = 0.0,
         epoch_s: float = 0.0,
+        family: Callable[[JobSpec], object] = family_of,
         **settings: object,
     ) -> None:
         self.store = store or Store(root)
         self.recorder = Recorder()
         self._script, self._worker, self._store_s = script, worker, store_s
+        self._family = family
         self._settings = LoopSettings(**settings)
         runtime.run_virtual(self._main(), epoch_s=epoch_s)
 
@@ -66,7 +76,7 @@ class Service:
         if self._store_s:
             store = SlowStore(self.store, call_s=self._store_s, seed=0)
         self.controller = Controller(
-            store, [self.worker], ByteTokenizer(), make_family=family_of,
+            store, [self.worker], ByteTokenizer(), make_family=self._family,
             observer=self.recorder, settings=self._settings,
         )  # fmt: skip
         async with asyncio.timeout(1e7), asyncio.TaskGroup() as tasks:
@@ -396,6 +406,60 @@ def test_a_caller_that_leaves_does_not_leave_its_verb_half_done(
     Service(tmp_path, script, store_s=store_s)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sandboxed(ScriptedFamily):
+    """Says when it was stopped."""
+
+    stopped: list[str]
+
+    async def stop(self) -> None:
+        await asyncio.sleep(0.1)
+        self.stopped.append(self.name)
+
+
+def test_a_policy_that_cannot_be_removed_leaves_no_sandbox_behind(tmp_path: Path) -> None:
+    class Stuck(FakeWorker):
+        async def remove(self, policy_id: str) -> None:
+            raise CapacityExceeded(f"{policy_id} stays")
+
+    stopped: list[str] = []
+
+    async def script(service: Service) -> None:
+        await service.submit(job())
+        await service.until(lambda: service.state(job()) is JobState.FAILED)
+
+    Service(tmp_path, script, worker=Stuck, family=lambda _: Sandboxed(stopped=stopped))
+    assert stopped == ["scripted"]
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 1.0, 1.05])
+def test_a_server_that_is_cut_off_while_a_job_stops_leaves_no_sandbox(
+    tmp_path: Path, after_s: float
+) -> None:
+    class Slow(FakeWorker):
+        async def remove(self, policy_id: str) -> None:
+            await asyncio.sleep(1.0)
+            await super().remove(policy_id)
+
+    stopped: list[str] = []
+
+    async def main() -> None:
+        controller = Controller(
+            AsyncStore(Store(tmp_path), is_threaded=False), [Slow()], ByteTokenizer(),
+            make_family=lambda _: Sandboxed(stopped=stopped),
+        )  # fmt: skip
+        serving = asyncio.create_task(controller.serve())
+        await controller.submit(job(steps=1000))
+        await asyncio.sleep(3.0)
+        pausing = asyncio.create_task(controller.pause("acme", "say-y"))
+        await asyncio.sleep(after_s)
+        serving.cancel()
+        await asyncio.wait([serving, pausing])
+
+    runtime.run_virtual(main())
+    assert stopped == ["scripted"]
+
+
 def test_a_held_job_may_be_resumed(tmp_path: Path) -> None:
     spec = job(steps=3)
 
@@ -448,6 +512,22 @@ def test_a_new_server_goes_on_with_what_ran_first_and_queues_what_has_no_place(
     service = Service(tmp_path, second, max_running_jobs=2)
     assert service.states(specs[0]) == ["queued", "running", "done"]
     assert service.states(specs[2]) == ["queued", "running", "queued", "running", "done"]
+
+
+def test_a_pause_while_the_server_begins_holds(tmp_path: Path) -> None:
+    specs = [job(f"j{i}", steps=200) for i in range(6)]
+
+    async def first(service: Service) -> None:
+        await service.submit(*specs)
+        await service.until(lambda: all(service.step(spec) > 0 for spec in specs))
+
+    async def second(service: Service) -> None:
+        await asyncio.gather(*(service.controller.pause("acme", spec.name) for spec in specs))
+        await asyncio.sleep(10.0)
+        assert {service.state(spec) for spec in specs} == {JobState.PAUSED}
+
+    Service(tmp_path, first)
+    Service(tmp_path, second, max_running_jobs=1, store_s=0.1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -798,3 +878,33 @@ def test_a_server_stops_although_its_disk_is_full_and_the_next_one_goes_on(tmp_p
     assert Service(tmp_path, first, store=store).state(specs[0]) is JobState.RUNNING
     store.close()
     Service(tmp_path, second)
+
+
+class UnreadableStore(Store):
+    """Answers no question for a row while `is_gone`."""
+
+    is_gone = False
+
+    def _row(self, *args: object):
+        if self.is_gone:
+            raise StoreUnavailable("the server went away")
+        return super()._row(*args)
+
+
+def test_a_store_that_goes_while_a_job_is_queued_again_does_not_hinder_a_stop(
+    tmp_path: Path,
+) -> None:
+    spec = job(steps=200)
+
+    async def script(service: Service) -> None:
+        await service.submit(spec)
+        await service.until(lambda: service.step(spec) > 1)
+        tenant = Tenant(tenant_id="acme", quotas=quotas(max_running_jobs=0))
+        service.controller.tenants_changed([tenant])
+        await service.until(lambda: service.state(spec) is JobState.QUEUED)
+        store.is_gone = True
+
+    store = UnreadableStore(tmp_path)
+    Service(tmp_path, script, store=store, store_s=0.3)
+    store.is_gone = False
+    assert store.job("acme", "say-y").state is JobState.QUEUED
