@@ -174,10 +174,15 @@ class Controller:
 
     # Verbs, see `loop/jobs.py` --------------------------------------------------------------
 
-    async def submit(self, spec: JobSpec, *, idempotency_key: str = "") -> StoredJob:
+    async def submit(
+        self, spec: JobSpec, *, idempotency_key: str = "", owner: Tenant | None = None
+    ) -> StoredJob:
         """Accept a job; it starts as soon as there is a place for it.
 
+        `owner` is the tenant as it was when the request came; without a service, jobs have none.
+
         Raises:
+            NotFound: `owner` was purged meanwhile.
             InvalidRequest: its algorithm or environment cannot be made, or it is forked from
                 something that is not there.
             Conflict: the tenant has another job of that name, or used the key for another one.
@@ -185,7 +190,7 @@ class Controller:
         """
         algorithms.resolve(spec.algorithm)
         self._make_family(spec)
-        return await self._lifecycle.submit(spec, idempotency_key)
+        return await self._lifecycle.submit(spec, idempotency_key, owner)
 
     async def pause(
         self, tenant_id: TenantId, name: str, reason: str = "paused by the tenant"

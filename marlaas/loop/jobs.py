@@ -41,7 +41,7 @@ from marlaas.loop.patience import PatientStore
 from marlaas.loop.usage import Tenants, why_capped
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store, StoredJob
-from marlaas.types import JOB_MOVES, JobId, JobSpec, JobState, TenantId, Usage
+from marlaas.types import JOB_MOVES, JobId, JobSpec, JobState, Tenant, TenantId, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -266,15 +266,18 @@ class Lifecycle:
 
     # Verbs --------------------------------------------------------------------------------------
 
-    async def submit(self, spec: JobSpec, idempotency_key: str = "") -> StoredJob:
+    async def submit(
+        self, spec: JobSpec, idempotency_key: str = "", owner: Tenant | None = None
+    ) -> StoredJob:
         """Accept a job; the same again is the same job.
 
         Raises:
+            NotFound: the tenant was purged meanwhile.
             Conflict: the tenant has another job of that name, or used the key for another one.
             InvalidRequest: it begins where nothing is.
             QuotaExceeded: the tenant's queue is full.
         """
-        return await to_its_end(self._submit(spec, idempotency_key))
+        return await to_its_end(self._submit(spec, idempotency_key, owner))
 
     async def pause(self, tenant_id: TenantId, name: str, reason: str) -> StoredJob:
         """Stop a job so that it can be resumed; return once it holds nothing.
@@ -419,12 +422,12 @@ class Lifecycle:
         self._add(stored)
         self.start_waiting()
 
-    async def _submit(self, spec: JobSpec, idempotency_key: str) -> StoredJob:
+    async def _submit(self, spec: JobSpec, idempotency_key: str, owner: Tenant | None) -> StoredJob:
         await self._load()
         quota = self._tenants.quotas(spec.tenant).max_queued_jobs
         async with self._verb(spec.job_id):
             stored, is_new = await self._store.call(
-                accept, spec, max_queued=quota, idempotency_key=idempotency_key
+                accept, spec, max_queued=quota, idempotency_key=idempotency_key, owner=owner
             )
             if is_new:
                 self._queue(stored)
@@ -593,13 +596,20 @@ def first_message(errors: BaseExceptionGroup) -> str:
 
 
 def accept(
-    store: Store, spec: JobSpec, *, max_queued: int | None, idempotency_key: str
+    store: Store,
+    spec: JobSpec,
+    *,
+    max_queued: int | None,
+    idempotency_key: str,
+    owner: Tenant | None = None,
 ) -> tuple[StoredJob, bool]:
     """Store a job; return it, and whether it is new. What it begins from is made its own.
 
     Raises:
-        Conflict, InvalidRequest, QuotaExceeded: see `Lifecycle.submit`.
+        Conflict, InvalidRequest, NotFound, QuotaExceeded: see `Lifecycle.submit`.
     """
+    if owner is not None:
+        store.check_tenant(owner.tenant_id, created_s=owner.created_s)
     if not _exists(store, spec):
         if max_queued is not None:
             _check_queue(store, spec.tenant, max_queued)

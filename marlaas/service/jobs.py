@@ -84,7 +84,7 @@ async def create_job(
     if is_new:
         await _check_storage(parts, caller.tenant)
         await parts.trials.check(parts.store, [spec])
-    stored = await parts.controller.submit(spec, idempotency_key=key)
+    stored = await parts.controller.submit(spec, idempotency_key=key, owner=caller.tenant)
     response.status_code = 201 if is_new else 200
     return _info(parts, stored)
 
@@ -257,7 +257,7 @@ async def create_sweep(
     await parts.trials.check(parts.store, await parts.store.call(_new_ones, specs))
     for spec in specs:
         member_key = f"{key}/{spec.name}" if key else ""
-        await parts.controller.submit(spec, idempotency_key=member_key)
+        await parts.controller.submit(spec, idempotency_key=member_key, owner=caller.tenant)
     return await _sweep(parts, caller.tenant_id, body.name)
 
 

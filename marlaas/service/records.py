@@ -108,7 +108,7 @@ async def _stream(
     parts: Parts, caller: WithCaller, job: str | None, last_event_id: str | None, after: int | None
 ) -> EventResponse:
     stream = await parts.hub.open(
-        caller.tenant_id,
+        caller.tenant,
         key_id=caller.identity.key.key_id,
         job=job,
         after=after if last_event_id is None else int(last_event_id),

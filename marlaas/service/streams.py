@@ -30,7 +30,7 @@ from marlaas.errors import QuotaExceeded, Unauthorized
 from marlaas.service.wire import EventInfo
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
-from marlaas.types import Event, TenantId
+from marlaas.types import Event, Tenant, TenantId
 
 _LOG = logging.getLogger(__name__)
 
@@ -179,11 +179,12 @@ class Hub:
             channel.wake()
 
     async def open(
-        self, tenant_id: TenantId, *, key_id: str, job: str | None, after: int | None
+        self, tenant: Tenant, *, key_id: str, job: str | None, after: int | None
     ) -> Stream:
         """Return a new stream; without `after` it begins with what comes next.
 
         Raises:
+            NotFound: the tenant was purged while its stream opened.
             QuotaExceeded: too many are open, or the service ends.
             Unauthorized: the key was revoked while its stream opened.
         """
@@ -191,8 +192,9 @@ class Hub:
             raise QuotaExceeded(
                 f"{self.num_streams} event streams are open, as many as there may be", FULL_RETRY_S
             )
+        tenant_id = tenant.tenant_id
         stream = Stream(tenant_id, key_id, job)
-        newest = await self._store.call(Store.last_event, tenant_id)
+        newest = await self._store.call(_newest, tenant)
         if key_id in self._revoked:
             raise Unauthorized("this key was revoked")
         stream.cursor = newest if after is None else min(after, newest)
@@ -243,6 +245,11 @@ class Hub:
         self._is_closed = True
         for channel in self._channels.values():
             channel.close()
+
+
+def _newest(store: Store, tenant: Tenant) -> int:
+    store.check_tenant(tenant.tenant_id, created_s=tenant.created_s)
+    return store.last_event(tenant.tenant_id)
 
 
 class EventResponse(Response):

@@ -19,7 +19,7 @@ from marlaas.service.parts import Parts, WithParts
 from marlaas.service.places import UploadName
 from marlaas.service.wire import UploadInfo, UploadList
 from marlaas.store.db import Store
-from marlaas.types import UploadKind
+from marlaas.types import Tenant, Upload, UploadKind
 
 router = APIRouter(tags=["uploads"])
 
@@ -97,7 +97,12 @@ async def _keep(
                 "uploads",
                 60.0,
             )
-    upload = await parts.store.call(
-        Store.put_upload, caller.tenant_id, kind, name, content, num_lines
-    )
+    upload = await parts.store.call(_put, caller.tenant, kind, name, content, num_lines)
     return UploadInfo.of(upload)
+
+
+def _put(
+    store: Store, tenant: Tenant, kind: UploadKind, name: str, content: bytes, num_lines: int
+) -> Upload:
+    store.check_tenant(tenant.tenant_id, created_s=tenant.created_s)
+    return store.put_upload(tenant.tenant_id, kind, name, content, num_lines)

@@ -110,6 +110,16 @@ class Tenants(Jobs):
             raise _no_tenant(tenant_id)
         return _tenant(row)
 
+    def check_tenant(self, tenant_id: TenantId, *, created_s: float) -> None:
+        """Check, in the same call as a write, that a tenant was not purged since it was looked up;
+        another one that took its name since does not count.
+
+        Raises:
+            NotFound: it was.
+        """
+        if self.tenant(tenant_id).created_s != created_s:
+            raise _no_tenant(tenant_id)
+
     def tenants(self) -> list[Tenant]:
         """Return every tenant, by name."""
         return [_tenant(row) for row in self._rows(_ALL, {})]

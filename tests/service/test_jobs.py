@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from marlaas.types import Quotas
+from marlaas.errors import Conflict
+from marlaas.store.db import Store
+from marlaas.types import Quotas, Tenant, TenantId
 from tests.service.bench import FAST, FOREVER, SUMS, bench
 
 pytestmark = pytest.mark.asyncio
+
+UNNAMED = {knob: value for knob, value in SUMS.items() if knob != "name"}
 
 
 async def test_a_job_runs_to_its_end_and_everything_of_it_can_be_read(tmp_path: Path) -> None:
@@ -272,3 +276,33 @@ async def test_no_more_jobs_are_judged_at_once_than_may_run(tmp_path: Path) -> N
         ]
         assert [answer.status_code for answer in answers] == [202, 429]
         assert len(service.parts.controller._jobs) <= 1
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "more"),
+    [
+        ("POST", "/v1/jobs", {"json": SUMS}),
+        ("POST", "/v1/sweeps", {"json": {"name": "s", "job": UNNAMED, "grid": {"rank": [4, 8]}}}),
+        ("PUT", "/v1/prompts/p", {"content": b'{"prompt": "hi"}'}),
+    ],
+)
+async def test_what_is_handed_over_while_its_tenant_goes_is_not_the_next_ones(
+    tmp_path: Path, method: str, path: str, more: dict
+) -> None:
+    for num_steps in range(1, 25, 3):
+        async with bench(tmp_path / str(num_steps)) as service:
+            handing = asyncio.create_task(service.call(method, path, **more))
+            for _ in range(num_steps):
+                await service.store.call(Store.tenants)
+            purged = True
+            try:
+                await service.store.call(Store.purge_tenant, TenantId("acme"))
+            except Conflict:
+                purged = False
+            answer = await handing
+            if not purged:
+                continue
+            await service.store.call(Store.add_tenant, Tenant(tenant_id=TenantId("acme")))
+            assert answer.status_code in (200, 201, 401, 404), answer.text
+            assert await service.store.call(Store.jobs, TenantId("acme")) == []
+            assert await service.store.call(Store.uploads, TenantId("acme")) == []

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from marlaas import runtime
-from marlaas.errors import Unauthorized
+from marlaas.errors import NotFound, Unauthorized
 from marlaas.service.server import bind
 from marlaas.service.streams import RING_EVENTS
 from marlaas.store.db import Store
@@ -247,9 +247,25 @@ async def test_a_stream_does_not_open_with_a_key_that_was_revoked_meanwhile(tmp_
     async with bench(tmp_path, is_running=False) as service:
         hub = service.parts.hub
         key_id = (await service.get("/v1/whoami"))["key_id"]
-        opening = asyncio.create_task(hub.open("acme", key_id=key_id, job=None, after=None))
+        tenant = await service.store.call(Store.tenant, TenantId("acme"))
+        opening = asyncio.create_task(hub.open(tenant, key_id=key_id, job=None, after=None))
         await asyncio.sleep(0)
         hub.end(key_id=key_id)
         with pytest.raises(Unauthorized):
             await opening
         assert hub.num_streams == 0
+
+
+async def test_a_stream_that_opens_while_its_tenant_goes_does_not_hear_the_next_one(
+    tmp_path: Path,
+) -> None:
+    async with bench(tmp_path) as service:
+        tenant = await service.store.call(Store.tenant, TenantId("acme"))
+        path = "/v1/tenants/acme"
+        await service.call("DELETE", path, who="operator")
+        with pytest.raises(NotFound):
+            await service.parts.hub.open(tenant, key_id="k", job=None, after=None)
+        await service.call("POST", "/v1/tenants", who="operator", json={"tenant": "acme"})
+        with pytest.raises(NotFound):
+            await service.parts.hub.open(tenant, key_id="k", job=None, after=None)
+        assert service.parts.hub.num_streams == 0
