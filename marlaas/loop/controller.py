@@ -682,7 +682,7 @@ class Controller:
         usage = job.meter.reading(sandbox_cpu_s=job.family.cpu_s())
         if usage != Usage():
             self._tenants.use(job.spec.tenant, sandbox_cpu_s=usage.sandbox_cpu_s)
-            await self._record(job.spec, Store.add_usage, usage)
+            await self._record(job.spec, Store.add_usage, usage, entry=job.meter.entry)
 
     def _note_room(self) -> None:
         """A worker may have room: look again if somebody waits for it."""

@@ -418,19 +418,21 @@ class Lifecycle:
                 self._roster.unblock(job_id)
                 self.start_waiting()
 
-    def _queue(self, stored: StoredJob) -> None:
-        self._add(stored)
-        self.start_waiting()
+    def _queue_if_new(self, stored: StoredJob) -> None:
+        """Let a job wait that the store holds as queued and nobody here knows: it is new, or the
+        answer that it was queued was lost."""
+        if stored.state is JobState.QUEUED and stored.spec.job_id not in self._roster:
+            self._add(stored)
+            self.start_waiting()
 
     async def _submit(self, spec: JobSpec, idempotency_key: str, owner: Tenant | None) -> StoredJob:
         await self._load()
         quota = self._tenants.quotas(spec.tenant).max_queued_jobs
         async with self._verb(spec.job_id):
-            stored, is_new = await self._store.call(
+            stored = await self._store.call(
                 accept, spec, max_queued=quota, idempotency_key=idempotency_key, owner=owner
             )
-            if is_new:
-                self._queue(stored)
+            self._queue_if_new(stored)
         return stored
 
     async def _resume(self, tenant_id: TenantId, name: str) -> StoredJob:
@@ -440,6 +442,9 @@ class Lifecycle:
             stored = await self._store.call(Store.job, tenant_id, name)
             if job_id in self._roster:
                 return stored
+            if stored.state is JobState.QUEUED:  # the answer to an earlier call was lost
+                self._queue_if_new(stored)
+                return stored
             _check_move(stored, JobState.QUEUED)
             cap = why_capped(stored.spec, _tokens(stored.usage), stored.usage.device_s)
             if cap:
@@ -448,7 +453,7 @@ class Lifecycle:
             await self._store.call(queue_again, stored.spec, max_queued=quota)
             self._tell(stored.spec, JobState.QUEUED, "")
             stored = replace(stored, state=JobState.QUEUED, reason="")
-            self._queue(stored)
+            self._queue_if_new(stored)
         return stored
 
     async def _stop_job(
@@ -471,14 +476,14 @@ class Lifecycle:
     async def _end(self, tenant_id: TenantId, name: str, state: JobState, reason: str) -> StoredJob:
         """Write the state of a job that does not run, and forget it if it waited."""
         stored = await self._store.call(Store.job, tenant_id, name)
-        if stored.state is state:
-            return stored
-        _check_move(stored, state)
-        await self._write(self._store, stored.spec, state, reason)
+        if stored.state is not state:
+            _check_move(stored, state)
+            await self._write(self._store, stored.spec, state, reason)
+            stored = replace(stored, state=state, reason=reason)
         seat = self._roster.get(stored.spec.job_id)
         if seat is not None:
             self._roster.remove(seat)
-        return replace(stored, state=state, reason=reason)
+        return stored
 
     def _tell_to_stop(self, seat: Seat, state: JobState, reason: str) -> None:
         """Cancel a running job, once: what it does then to end must not be cancelled too."""
@@ -602,8 +607,8 @@ def accept(
     max_queued: int | None,
     idempotency_key: str,
     owner: Tenant | None = None,
-) -> tuple[StoredJob, bool]:
-    """Store a job; return it, and whether it is new. What it begins from is made its own.
+) -> StoredJob:
+    """Store a job; return it. What it begins from is made its own.
 
     Raises:
         Conflict, InvalidRequest, NotFound, QuotaExceeded: see `Lifecycle.submit`.
@@ -620,7 +625,7 @@ def accept(
             MarlaasError
         ):  # the job is stored: its start tries again, and says what fails
             take_fork(store, spec)
-    return store.job(spec.tenant, spec.name), is_new
+    return store.job(spec.tenant, spec.name)
 
 
 def queue_again(store: Store, spec: JobSpec, *, max_queued: int | None) -> None:

@@ -66,6 +66,11 @@ class Meter:
         self._read_device_s = 0.0
         self._read_cpu_s = 0.0
 
+    @property
+    def entry(self) -> str:
+        """What tells the last reading from the one before, and from no repetition of it."""
+        return f"{self._read_device_s!r} {self._read_cpu_s!r}"
+
     def restore(self, usage: Usage) -> None:
         """Go on from what the store holds of the job."""
         self.tokens = usage.sampled_tokens + usage.trained_tokens

@@ -76,6 +76,11 @@ _FINISH = (
     )
 )
 _ADD_RECORD = sa.insert(group_records)
+_RECORD = sa.select(group_records.c.record).where(
+    group_records.c.tenant_id == bindparam("tenant"),
+    group_records.c.job == bindparam("of_job"),
+    group_records.c.idx == bindparam("index"),
+)
 _ALL = (
     sa.select(groups, group_records.c.record)
     .outerjoin(
@@ -110,7 +115,8 @@ class Groups(UsageRecords):
             db.execute(_open(self._dialect), values)
 
     def finish_group(self, tenant_id: TenantId, job: str, group: Group) -> None:
-        """Store what was sampled, and count it, before anything is trained on it."""
+        """Store what was sampled, and count it, before anything is trained on it; the very same
+        again changes nothing: a connection may be lost behind a commit."""
         blob = codec.encode(group)
         summary = summary_columns(group)
         values = {
@@ -125,8 +131,11 @@ class Groups(UsageRecords):
         }
         record = {"tenant_id": tenant_id, "job": job, "idx": group.index, "record": blob}
         with self._transaction() as db:
-            changed = db.execute(_FINISH, values).rowcount
-            assert changed == 1, f"group {group.index} of {tenant_id}/{job} was not open"
+            if db.execute(_FINISH, values).rowcount == 0:
+                before = db.execute(_RECORD, values).scalar()
+                is_same = before is not None and bytes(before) == blob
+                assert is_same, f"group {group.index} of {tenant_id}/{job} was not open"
+                return
             db.execute(_ADD_RECORD, record)
             self._count(db, tenant_id, job, sampling_usage(group), group_bytes=len(blob))
 

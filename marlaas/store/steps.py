@@ -61,6 +61,11 @@ _FORGET_STATE = (
     .values(has_state=0, state_bytes=0)
 )
 _ADD_VERSION = sa.insert(versions)
+_STEP = sa.select(steps.c.record).where(
+    steps.c.tenant_id == bindparam("tenant"),
+    steps.c.job == bindparam("of_job"),
+    steps.c.step == bindparam("now"),
+)
 _STEPS = (
     sa.select(steps.c.record)
     .where(
@@ -69,6 +74,11 @@ _STEPS = (
         steps.c.step > bindparam("after"),
     )
     .order_by(steps.c.step)
+)
+_EVALUATION = sa.select(evaluations.c.record).where(
+    evaluations.c.tenant_id == bindparam("tenant"),
+    evaluations.c.job == bindparam("of_job"),
+    evaluations.c.version == bindparam("of_version"),
 )
 _EVALUATIONS = (
     sa.select(evaluations.c.record)
@@ -102,11 +112,13 @@ class Steps(Versions):
         """Make a step true: its record, the fate of its groups, its version and the cursor.
 
         `dropped` says why a consumed group was not trained on. The step's state snapshot must be on
-        disk; the one before it is deleted.
+        disk; the one before it is deleted. The very same again changes nothing: a connection may be
+        lost behind a commit.
         """
         key = {"tenant": tenant_id, "of_job": job}
         cursor = {"before": record.step - 1, "now": record.step, "elapsed": record.elapsed_s}
         step = {"tenant_id": tenant_id, "job": job, "step": record.step}
+        blob = codec.encode(record)
         version = {
             "tenant_id": tenant_id,
             "job": job,
@@ -117,10 +129,13 @@ class Steps(Versions):
             "state_bytes": self.files.version(tenant_id, job, record.step).state_bytes(),
         }
         with self._transaction() as db:
-            moved = db.execute(_MOVE_CURSOR, {**key, **cursor}).rowcount
-            assert moved == 1, f"step {record.step} of {tenant_id}/{job} is not the next one"
+            if db.execute(_MOVE_CURSOR, {**key, **cursor}).rowcount == 0:
+                before = db.execute(_STEP, {**key, "now": record.step}).scalar()
+                is_same = before is not None and bytes(before) == blob
+                assert is_same, f"step {record.step} of {tenant_id}/{job} is not the next one"
+                return
             trained_tokens = self._consume(db, key, record, dropped)
-            db.execute(_ADD_STEP, {**step, "record": codec.encode(record)})
+            db.execute(_ADD_STEP, {**step, "record": blob})
             db.execute(_FORGET_STATE, key)
             db.execute(_ADD_VERSION, version)
             self._count(db, tenant_id, job, Usage(trained_tokens=trained_tokens))
@@ -135,7 +150,8 @@ class Steps(Versions):
     def add_evaluation(
         self, tenant_id: TenantId, job: str, record: EvalRecord, *, usage: Usage = _NOTHING
     ) -> None:
-        """Store what an evaluation found, and count what it took.
+        """Store what an evaluation found, and count what it took; the very same again changes
+        nothing: a connection may be lost behind a commit.
 
         Raises:
             NotFound: the job was deleted meanwhile.
@@ -147,9 +163,13 @@ class Steps(Versions):
             "success": finite_or_none(record.success),
             "record": codec.encode(record),
         }
+        key = {"tenant": tenant_id, "of_job": job}
         with self._transaction() as db:
-            if db.execute(_HAS_JOB, {"tenant": tenant_id, "of_job": job}).first() is None:
+            if db.execute(_HAS_JOB, key).first() is None:
                 raise NotFound(f"no job {job!r}")
+            before = db.execute(_EVALUATION, {**key, "of_version": record.version}).scalar()
+            if before is not None and bytes(before) == row["record"]:
+                return
             db.execute(_add_evaluation(self._dialect), row)
             self._count(db, tenant_id, job, usage)
             self._write_event(db, tenant_id, job, EventKind.EVALUATION, _evaluation_data(record))

@@ -6,6 +6,7 @@
   their size in their row.
 """
 
+import hashlib
 from datetime import UTC, datetime
 from functools import cache
 
@@ -15,7 +16,7 @@ from sqlalchemy import bindparam, func
 from marlaas import runtime
 from marlaas.store.database import insert_into, prepared
 from marlaas.store.events import Events
-from marlaas.store.schema import USAGE_COLUMNS, jobs, uploads, versions
+from marlaas.store.schema import USAGE_COLUMNS, counters, jobs, uploads, versions
 from marlaas.store.schema import usage as table
 from marlaas.types import TenantId, Usage
 
@@ -50,6 +51,24 @@ def _hand_over(dialect: str) -> sa.Executable:
     return insert.on_conflict_do_update(index_elements=["tenant_id", "job", "day"], set_=added)
 
 
+_ENTRY = "usage of "
+"""Begins the names of counters that hold the digest of a job's newest entry."""
+
+
+@cache
+def _set_entry(dialect: str) -> sa.Executable:
+    insert = insert_into(dialect, counters)
+    insert = insert.on_conflict_do_update(
+        index_elements=["tenant_id", "name"],
+        set_={"value": insert.excluded.value},
+        where=counters.c.value != insert.excluded.value,
+    )
+    return prepared(dialect, insert, "tenant_id", "name", "value")
+
+
+_DROP_ENTRY = sa.delete(counters).where(
+    counters.c.tenant_id == bindparam("tenant"), counters.c.name == bindparam("of_entry")
+)
 _HAS_JOB = sa.select(jobs.c.name).where(
     jobs.c.tenant_id == bindparam("tenant"), jobs.c.name == bindparam("of_job")
 )
@@ -79,10 +98,16 @@ _STORED_BYTES = sa.select(
 class UsageRecords(Events):
     """The part of `Store` that counts."""
 
-    def add_usage(self, tenant_id: TenantId, job: str, usage: Usage) -> None:
+    def add_usage(self, tenant_id: TenantId, job: str, usage: Usage, *, entry: str = "") -> None:
         """Add to today's usage of a job, or (job `''`, or one that was deleted meanwhile) of the
-        tenant outside jobs."""
+        tenant outside jobs.
+
+        A call with the `entry` of the job's one before is that call again and counts nothing: a
+        connection may be lost behind a commit.
+        """
         with self._transaction() as db:
+            if entry and not self._note_entry(db, tenant_id, job, entry):
+                return
             if job and db.execute(_HAS_JOB, {"tenant": tenant_id, "of_job": job}).first() is None:
                 job = ""  # a later job of that name has not used it
             self._count(db, tenant_id, job, usage)
@@ -108,6 +133,16 @@ class UsageRecords(Events):
 
     # --------------------------------------------------------------------------------------
 
+    def _note_entry(self, db: sa.Connection, tenant_id: TenantId, job: str, entry: str) -> bool:
+        """Remember the newest entry of a job's usage; return whether it is another one."""
+        digest = hashlib.sha256(entry.encode()).digest()
+        values = {
+            "tenant_id": tenant_id,
+            "name": f"{_ENTRY}{job}",
+            "value": int.from_bytes(digest[:8], "big") >> 1,
+        }
+        return db.execute(_set_entry(self._dialect), values).rowcount == 1
+
     def _count(
         self,
         db: sa.Connection,
@@ -127,6 +162,7 @@ class UsageRecords(Events):
         values = {"tenant": tenant_id, "of_job": job}
         db.execute(_hand_over(self._dialect), values)
         db.execute(_DROP, values)
+        db.execute(_DROP_ENTRY, {"tenant": tenant_id, "of_entry": f"{_ENTRY}{job}"})
 
 
 def usage_of(row: sa.Row) -> Usage:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -908,3 +909,63 @@ def test_a_store_that_goes_while_a_job_is_queued_again_does_not_hinder_a_stop(
     Service(tmp_path, script, store=store, store_s=0.3)
     store.is_gone = False
     assert store.job("acme", "say-y").state is JobState.QUEUED
+
+
+class ForgetfulStore(Store):
+    """Loses its connection behind every other commit: what was written is, and nobody hears."""
+
+    is_forgetful = True
+    num_commits = 0
+
+    @contextmanager
+    def _transaction(self):
+        with super()._transaction() as db:
+            yield db
+        self.num_commits += 1
+        if self.is_forgetful and self.num_commits % 2:
+            raise StoreUnavailable("the connection was lost behind the commit")
+
+
+def test_a_connection_that_is_lost_behind_commits_doubles_and_ends_nothing(tmp_path: Path) -> None:
+    spec = job(is_seeded=True, eval_every=2)
+
+    async def script(service: Service) -> None:
+        with suppress(StoreUnavailable):
+            await service.submit(spec)
+        await service.submit(spec)
+        await service.until(lambda: service.is_done(spec))
+
+    plain = Service(tmp_path / "plain", script)
+    service = Service(tmp_path / "lost", script, store=ForgetfulStore(tmp_path / "lost"))
+    used, once = (each.store.job("acme", "say-y").usage for each in (service, plain))
+    assert replace(used, device_s=0.0) == replace(once, device_s=0.0)
+    assert used.device_s < 1.5 * once.device_s, "rates that are learned later make it a little more"
+    kinds = [event.kind for event in service.store.events("acme")]
+    assert kinds == [event.kind for event in plain.store.events("acme")]
+
+
+def test_verbs_whose_answer_was_lost_may_be_repeated(tmp_path: Path) -> None:
+    spec = job(steps=1000)
+
+    async def script(service: Service) -> None:
+        async def until_heard(verb: Callable[[], Coroutine]) -> None:
+            with pytest.raises(StoreUnavailable):
+                await verb()
+            store.is_forgetful = False
+            await verb()
+            store.is_forgetful = True
+            store.num_commits = 0
+
+        control = service.controller
+        service.controller.tenants_changed(
+            [Tenant(tenant_id="acme", quotas=quotas(max_running_jobs=0))]
+        )
+        for verb in ("pause", "resume", "cancel"):
+            if verb == "pause":
+                await until_heard(lambda: control.submit(spec))
+                assert control.status("acme", "say-y").place == 1
+            await until_heard(lambda verb=verb: getattr(control, verb)("acme", "say-y"))
+            assert control.status("acme", "say-y").place == (1 if verb == "resume" else None)
+
+    store = ForgetfulStore(tmp_path)
+    Service(tmp_path, script, store=store)

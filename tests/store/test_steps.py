@@ -65,7 +65,7 @@ def test_steps_cannot_be_skipped_or_repeated(store: Store) -> None:
         store.commit_step(ACME, "sums", record_of(2), dropped={})
     store.commit_step(ACME, "sums", record_of(1), dropped={})
     with pytest.raises(AssertionError, match="not the next one"):
-        store.commit_step(ACME, "sums", record_of(1), dropped={})
+        store.commit_step(ACME, "sums", replace(record_of(1), elapsed_s=9.0), dropped={})
 
 
 def test_a_finished_group_cannot_be_finished_or_reopened(store: Store) -> None:
@@ -172,3 +172,24 @@ def test_figures_that_are_no_numbers_are_kept_and_shown_as_null(store: Store) ->
     assert math.isnan(store.evaluations(ACME, "sums")[0].success)
     assert store.events(ACME)[1].data["metrics"] == {"grad_norm": None, "gap": None}
     assert store.versions(ACME, "sums")[0].success is None
+
+
+def test_what_was_stored_may_be_stored_again_and_nothing_else_in_its_place(store: Store) -> None:
+    store.add_job(ACME, spec_of())
+    group, record, verdict = group_of(0, trajectory_of()), record_of(1, 0), eval_of(1)
+    store.open_group(ACME, "sums", 0, version=0)
+    for _ in range(2):
+        store.finish_group(ACME, "sums", group)
+        store.commit_step(ACME, "sums", record, dropped={})
+        store.add_evaluation(ACME, "sums", verdict, usage=Usage(evaluated_tokens=3))
+        store.add_usage(ACME, "sums", Usage(device_s=1.5), entry="1.5")
+    store.finish_group(ACME, "sums", group)
+    store.add_usage(ACME, "sums", Usage(device_s=0.5), entry="2.0")
+    usage = store.job(ACME, "sums").usage
+    assert (usage.sampled_tokens, usage.trained_tokens, usage.evaluated_tokens) == (5, 10, 3)
+    assert usage.device_s == 2.0
+    assert len(store.events(ACME)) == 3
+    with pytest.raises(AssertionError, match="was not open"):
+        store.finish_group(ACME, "sums", group_of(0, trajectory_of(reward=1.0)))
+    with pytest.raises(AssertionError, match="not the next one"):
+        store.commit_step(ACME, "sums", replace(record, elapsed_s=9.0), dropped={})
