@@ -42,7 +42,7 @@ from marlaas.loop.policies import Home, Placement, Policy, Station, VisitingPoli
 from marlaas.loop.rollout import ChatTokenizer, GroupPlan, GroupRollout
 from marlaas.loop.status import StatusBoard
 from marlaas.loop.training import Outcome, train
-from marlaas.loop.usage import Tenants, sampled_tokens, trained_tokens
+from marlaas.loop.usage import Tenants, sampled_tokens, trained_tokens, why_full
 from marlaas.loop.verdicts import had_verdict
 from marlaas.loop.watchdog import BOUNDS_S, Stage, Watchdog, WatchedFamily
 from marlaas.store.async_store import AsyncStore
@@ -368,6 +368,7 @@ class Controller:
         await job.policy.retire(job.buffer.oldest_needed_version())
         await job.policy.station.learn_rates()
         await self._add_usage(job)
+        await self._check_storage(job)
 
     async def _evaluate(self, job: Job, evaluation: Evaluation) -> None:
         """Judge a version on held-out prompts while training goes on."""
@@ -676,6 +677,15 @@ class Controller:
         cap = job.meter.why_capped()
         if cap and not job.is_trained:
             self._lifecycle.stop_soon(job.spec, JobState.PAUSED, cap)
+
+    async def _check_storage(self, job: Job) -> None:
+        """Pause a job that is not at its end and whose tenant has no storage left."""
+        limit = self._tenants.quotas(job.spec.tenant).stored_bytes
+        if limit is None or job.is_trained:
+            return
+        used = await self._store.call(Store.stored_bytes, job.spec.tenant)
+        if full := why_full(used, limit):
+            self._lifecycle.stop_soon(job.spec, JobState.PAUSED, full)
 
     async def _add_usage(self, job: Job) -> None:
         """Write down what a job used beside tokens since this was done last."""

@@ -42,6 +42,8 @@ def take_fork(store: Store, spec: JobSpec) -> Path:
         files = _source(store, spec, spec.fork)
         with disk_errors(target):
             _link(Path(files.state if spec.fork.with_optimizer else files.adapter), target)
+        size = files.state_bytes() if spec.fork.with_optimizer else files.adapter_bytes()
+        store.count_fork(spec.tenant, spec.name, size)
     return target
 
 

@@ -38,10 +38,10 @@ from marlaas.errors import (
 from marlaas.loop.concurrency import to_its_end
 from marlaas.loop.forks import check_fork, take_fork
 from marlaas.loop.patience import PatientStore
-from marlaas.loop.usage import Tenants, why_capped
+from marlaas.loop.usage import Tenants, why_capped, why_full
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store, StoredJob
-from marlaas.types import JOB_MOVES, JobId, JobSpec, JobState, Tenant, TenantId, Usage
+from marlaas.types import JOB_MOVES, JobId, JobSpec, JobState, Quotas, Tenant, TenantId, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -449,8 +449,8 @@ class Lifecycle:
             cap = why_capped(stored.spec, _tokens(stored.usage), stored.usage.device_s)
             if cap:
                 raise Conflict(f"job {name!r} cannot go on: {cap}; fork it with a higher one")
-            quota = self._tenants.quotas(tenant_id).max_queued_jobs
-            await self._store.call(queue_again, stored.spec, max_queued=quota)
+            quotas = self._tenants.quotas(tenant_id)
+            await self._store.call(queue_again, stored.spec, quotas)
             self._tell(stored.spec, JobState.QUEUED, "")
             stored = replace(stored, state=JobState.QUEUED, reason="")
             self._queue_if_new(stored)
@@ -628,14 +628,16 @@ def accept(
     return store.job(spec.tenant, spec.name)
 
 
-def queue_again(store: Store, spec: JobSpec, *, max_queued: int | None) -> None:
+def queue_again(store: Store, spec: JobSpec, quotas: Quotas) -> None:
     """Write that a job waits again.
 
     Raises:
-        QuotaExceeded: the tenant's queue is full.
+        QuotaExceeded: the tenant's queue is full, or its storage.
     """
-    if max_queued is not None:
-        _check_queue(store, spec.tenant, max_queued)
+    if quotas.max_queued_jobs is not None:
+        _check_queue(store, spec.tenant, quotas.max_queued_jobs)
+    if full := why_full(store.stored_bytes(spec.tenant), quotas.stored_bytes):
+        raise QuotaExceeded(full, retry_after_s=RETRY_QUEUE_S)
     store.set_job_state(spec.tenant, spec.name, JobState.QUEUED)
 
 

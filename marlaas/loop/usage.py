@@ -126,6 +126,13 @@ def why_capped(spec: JobSpec, tokens: int, device_s: float) -> str:
     return ""
 
 
+def why_full(used: int, limit: int | None) -> str:
+    """Return that a tenant's storage is full, or nothing."""
+    if limit is None or used < limit:
+        return ""
+    return f"{used} of {limit} bytes are stored; delete jobs or uploads"
+
+
 @dataclass
 class Today:
     """What a tenant has used on one UTC day."""

@@ -2,7 +2,9 @@
 
 - `seq` counts 1, 2, 3 per tenant without gaps: the number is drawn and the line written in the
   transaction of whatever happened, so neither can exist without the other.
-- A line never changes, except that what it said goes when its job is deleted.
+- A line never changes, except that what it said goes when its job is deleted, or when it is a job's
+  log line and `MAX_LOG_EVENTS` newer ones are there.
+- The text of all lines is counted, for `stored_bytes`.
 """
 
 from collections.abc import Mapping
@@ -22,10 +24,19 @@ OPERATOR_COUNTERS = TenantId("")
 """Owner of the counters that number rows over all tenants."""
 
 
+MAX_LOG_EVENTS = 1000
+"""Log lines kept of one job; each may have as many characters as `service.joblog` lets it."""
+
+BYTES_COUNTER = "event_bytes"
+"""Name of the counter of what a tenant's lines say."""
+
+
 @cache
-def _next_number(dialect: str) -> sa.Executable:
-    insert = insert_into(dialect, counters).on_conflict_do_update(
-        index_elements=["tenant_id", "name"], set_={"value": counters.c.value + sa.text("1")}
+def _add_to_counter(dialect: str) -> sa.Executable:
+    insert = insert_into(dialect, counters)
+    insert = insert.on_conflict_do_update(
+        index_elements=["tenant_id", "name"],
+        set_={"value": counters.c.value + insert.excluded.value},
     )
     return prepared(dialect, insert.returning(counters.c.value), "tenant_id", "name", "value")
 
@@ -39,10 +50,24 @@ _AFTER = (
     .limit(bindparam("limit"))
 )
 _AFTER_OF_JOB = _AFTER.where(events.c.job == bindparam("of_job"))
-_FORGET = (
-    sa.update(events)
-    .where(events.c.tenant_id == bindparam("tenant"), events.c.job == bindparam("of_job"))
-    .values(job="", kind=EventKind.DELETED.value, data="{}")
+_OF_JOB = (events.c.tenant_id == bindparam("tenant"), events.c.job == bindparam("of_job"))
+_SAID = sa.select(sa.func.coalesce(sa.func.sum(sa.func.length(events.c.data)), 0))
+_NOTHING_SAID = {"job": "", "kind": EventKind.DELETED.value, "data": "{}"}
+_SAID_BY = _SAID.where(*_OF_JOB)
+_FORGET = sa.update(events).where(*_OF_JOB).values(**_NOTHING_SAID)
+_OLD_LOGS = (
+    *_OF_JOB,
+    events.c.kind == EventKind.LOG.value,
+    events.c.seq <= bindparam("newest_old"),
+)
+_SAID_BY_OLD_LOGS = _SAID.where(*_OLD_LOGS)
+_FORGET_OLD_LOGS = sa.update(events).where(*_OLD_LOGS).values(**_NOTHING_SAID)
+_NEWEST_OLD_LOG = (
+    sa.select(events.c.seq)
+    .where(*_OF_JOB, events.c.kind == EventKind.LOG.value)
+    .order_by(events.c.seq.desc())
+    .limit(1)
+    .offset(MAX_LOG_EVENTS)
 )
 
 
@@ -101,13 +126,32 @@ class Events(Database):
             "data": encode_json(data),
         }
         db.execute(_ADD, line)
+        self._add_to_counter(db, tenant_id, BYTES_COUNTER, len(line["data"]))
+        if kind is EventKind.LOG:
+            self._forget_old_logs(db, tenant_id, job)
         self._told.add(tenant_id)
         return seq
 
     def _forget_events(self, db: sa.Connection, tenant_id: TenantId, job: str) -> None:
-        db.execute(_FORGET, {"tenant": tenant_id, "of_job": job})
+        values = {"tenant": tenant_id, "of_job": job}
+        num_chars = db.execute(_SAID_BY, values).scalar_one()
+        db.execute(_FORGET, values)
+        self._add_to_counter(db, tenant_id, BYTES_COUNTER, -int(num_chars))
+
+    def _forget_old_logs(self, db: sa.Connection, tenant_id: TenantId, job: str) -> None:
+        values = {"tenant": tenant_id, "of_job": job}
+        newest_old = db.execute(_NEWEST_OLD_LOG, values).scalar()
+        if newest_old is not None:
+            values["newest_old"] = newest_old
+            num_chars = db.execute(_SAID_BY_OLD_LOGS, values).scalar_one()
+            db.execute(_FORGET_OLD_LOGS, values)
+            self._add_to_counter(db, tenant_id, BYTES_COUNTER, -int(num_chars))
 
     def _next_number(self, db: sa.Connection, tenant_id: TenantId, name: str) -> int:
         """Draw the next number of a counter. A transaction that is rolled back gives it back."""
-        values = {"tenant_id": tenant_id, "name": name, "value": 1}
-        return db.execute(_next_number(self._dialect), values).scalar_one()
+        return self._add_to_counter(db, tenant_id, name, 1)
+
+    def _add_to_counter(self, db: sa.Connection, tenant_id: TenantId, name: str, by: int) -> int:
+        """Add to a counter, which begins at 0; return what it is then."""
+        values = {"tenant_id": tenant_id, "name": name, "value": by}
+        return db.execute(_add_to_counter(self._dialect), values).scalar_one()

@@ -227,7 +227,7 @@ usage = _table(
     _text("job"),  # empty: outside jobs, or of jobs that were deleted
     _text("day"),  # UTC, 2026-12-01
     *(_real(name, "0") if name.endswith("_s") else _whole(name, "0") for name in USAGE_COLUMNS),
-    _whole("group_bytes", "0"),  # of the job's groups that were stored that day
+    _whole("group_bytes", "0"),  # of groups, and what it began from, stored that day
     PrimaryKeyConstraint("tenant_id", "job", "day"),
 )
 Index("usage_of_day", usage.c.tenant_id, usage.c.day)

@@ -2,8 +2,8 @@
 
 - Whoever makes a token true adds it to the usage in the same transaction (`groups.py`, `steps.py`).
 - Usage outlives its job: when one is deleted, its rows go over to the tenant (`job = ''`).
-- Stored bytes are never walked: groups are counted as they are written, versions and uploads have
-  their size in their row.
+- Stored bytes are never walked: groups, forks and events are counted as they are written, versions
+  and uploads have their size in their row.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from sqlalchemy import bindparam, func
 
 from marlaas import runtime
 from marlaas.store.database import insert_into, prepared
-from marlaas.store.events import Events
+from marlaas.store.events import BYTES_COUNTER, Events
 from marlaas.store.schema import USAGE_COLUMNS, counters, jobs, uploads, versions
 from marlaas.store.schema import usage as table
 from marlaas.types import TenantId, Usage
@@ -92,6 +92,9 @@ _STORED_BYTES = sa.select(
     + sa.select(func.coalesce(func.sum(uploads.c.size_bytes), 0))
     .where(uploads.c.tenant_id == bindparam("tenant"))
     .scalar_subquery()
+    + sa.select(func.coalesce(func.sum(counters.c.value), 0))
+    .where(counters.c.tenant_id == bindparam("tenant"), counters.c.name == BYTES_COUNTER)
+    .scalar_subquery()
 )
 
 
@@ -127,8 +130,13 @@ class UsageRecords(Events):
         rows = self._rows(_BY_DAY, {"tenant": tenant_id, "since": since})
         return {row.day: usage_of(row) for row in rows}
 
+    def count_fork(self, tenant_id: TenantId, job: str, num_bytes: int) -> None:
+        """Count what a job began from, and keeps, among what it stores."""
+        with self._transaction() as db:
+            self._count(db, tenant_id, job, Usage(), group_bytes=num_bytes)
+
     def stored_bytes(self, tenant_id: TenantId) -> int:
-        """Return how many bytes a tenant's groups, versions and uploads take."""
+        """Return how many bytes a tenant's groups, versions, forks, uploads and events take."""
         return int(self._row(_STORED_BYTES, {"tenant": tenant_id})[0])
 
     # --------------------------------------------------------------------------------------

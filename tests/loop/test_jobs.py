@@ -651,6 +651,47 @@ def test_a_job_of_groups_larger_than_the_quota_makes_one_a_day(tmp_path: Path) -
     Service(tmp_path, script, watch_every_s=60.0)
 
 
+def test_a_job_pauses_when_its_tenants_storage_is_full_and_goes_on_when_there_is_room(
+    tmp_path: Path,
+) -> None:
+    spec = job(steps=60)
+
+    async def script(service: Service) -> None:
+        limit = 60_000
+        tenant = Tenant(tenant_id="acme", quotas=quotas(stored_bytes=limit))
+        service.controller.tenants_changed([tenant])
+        await service.submit(spec)
+        await service.until(lambda: service.state(spec) is JobState.PAUSED)
+        reason = service.store.job("acme", "say-y").reason
+        assert f"of {limit} bytes are stored; delete jobs" in reason
+        assert limit <= service.store.stored_bytes("acme") < 2 * limit
+        with pytest.raises(QuotaExceeded, match="bytes are stored"):
+            await service.controller.resume("acme", "say-y")
+        service.controller.tenants_changed([replace(tenant, quotas=UNLIMITED)])
+        await service.controller.resume("acme", "say-y")
+        await service.until(lambda: service.is_done(spec))
+
+    Service(tmp_path, script)
+
+
+def test_what_a_fork_keeps_is_stored_by_its_tenant(tmp_path: Path) -> None:
+    async def script(service: Service) -> None:
+        await service.submit(job())
+        await service.until(lambda: service.is_done(job()))
+        before = service.store.stored_bytes("acme")
+        tenant = Tenant(tenant_id="acme", quotas=quotas(max_running_jobs=0))
+        service.controller.tenants_changed([tenant])
+        await service.submit(job("fork", fork=Fork(job="say-y", version=5)))
+        size = service.store.files.version("acme", "say-y", 5).adapter_bytes()
+        assert size > 0
+        assert size <= service.store.stored_bytes("acme") - before < size + 200
+        await service.controller.cancel("acme", "fork")
+        await service.controller.delete("acme", "fork")
+        assert service.store.stored_bytes("acme") - before < 200
+
+    Service(tmp_path, script)
+
+
 def test_usage_is_what_the_stored_groups_hold(tmp_path: Path) -> None:
     spec = job(steps=4, eval_every=2, env={"max_turns": 2})
 

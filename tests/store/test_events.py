@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from marlaas.store.db import Store
+from marlaas.store.events import MAX_LOG_EVENTS
 from marlaas.types import EventKind, JobState, TenantId
 from tests.store.records import ACME, OTHER, record_of, spec_of
 
@@ -76,3 +77,22 @@ def test_two_processes_that_write_leave_no_gap(tmp_path: Path, url: str | None) 
     store = Store.open(tmp_path, url=url)
     assert [line.seq for line in store.events(ACME)] == list(range(1, 151))
     store.close()
+
+
+def test_only_the_newest_log_lines_of_a_job_are_kept_and_numbers_have_no_gap(store: Store) -> None:
+    store.add_job(ACME, spec_of())
+    before = store.stored_bytes(ACME)
+    with store._transaction() as db:
+        for _ in range(MAX_LOG_EVENTS + 10):
+            store._write_event(db, ACME, "sums", EventKind.LOG, {"text": "x" * 100})
+        store._write_event(db, ACME, "other", EventKind.LOG, {"text": "y"})
+    lines = store.events(ACME, limit=5000)
+    assert [line.seq for line in lines] == list(range(1, MAX_LOG_EVENTS + 13))
+    kept = [line.seq for line in lines if line.kind is EventKind.LOG and line.job == "sums"]
+    assert kept == list(range(12, MAX_LOG_EVENTS + 12))
+    assert {(line.kind, line.job) for line in lines[1:11]} == {(EventKind.DELETED, "")}
+    stored = store.stored_bytes(ACME) - before
+    assert 100 * MAX_LOG_EVENTS < stored < 130 * MAX_LOG_EVENTS
+    store.set_job_state(ACME, "sums", JobState.CANCELLED)
+    store.delete_job(ACME, "sums")
+    assert store.stored_bytes(ACME) < 100

@@ -183,7 +183,7 @@ def test_a_deleted_job_leaves_nothing_but_what_it_used(store: Store) -> None:
     assert store.files.job(ACME, "stays").exists()
     assert store.usage(ACME) == before
     assert set(store.usage_by_job(ACME)) == {"", "stays"}
-    assert store.stored_bytes(ACME) == bytes_of_one
+    assert store.stored_bytes(ACME) == bytes_of_one + len('{"job":"sums"}')
     lines = store.events(ACME)
     assert [line.seq for line in lines] == list(range(1, last + 3))
     assert (lines[-1].kind, lines[-1].data) == (EventKind.DELETED, {"job": "sums"})
