@@ -39,6 +39,9 @@ RING_EVENTS = 512
 
 PAGE_EVENTS = 200
 
+TENANT_SHARE = 4
+"""One tenant may have a part of all streams: one in so many."""
+
 FULL_RETRY_S = 10.0
 """When there may be room for another stream."""
 
@@ -185,18 +188,16 @@ class Hub:
 
         Raises:
             NotFound: the tenant was purged while its stream opened.
-            QuotaExceeded: too many are open, or the service ends.
+            QuotaExceeded: too many are open, of the tenant or of all, or the service ends.
             Unauthorized: the key was revoked while its stream opened.
         """
-        if self._is_closed or self.num_streams >= self._max_streams:
-            raise QuotaExceeded(
-                f"{self.num_streams} event streams are open, as many as there may be", FULL_RETRY_S
-            )
         tenant_id = tenant.tenant_id
+        self._check_room(tenant_id)
         stream = Stream(tenant_id, key_id, job)
         newest = await self._store.call(_newest, tenant)
         if key_id in self._revoked:
             raise Unauthorized("this key was revoked")
+        self._check_room(tenant_id)  # others may have opened meanwhile
         stream.cursor = newest if after is None else min(after, newest)
         channel = self._channels.get(tenant_id)
         if channel is None:
@@ -206,6 +207,19 @@ class Hub:
         # What was committed before the channel stood woke nobody.
         channel.wake()
         return stream
+
+    def _check_room(self, tenant_id: TenantId) -> None:
+        if self._is_closed or self.num_streams >= self._max_streams:
+            raise QuotaExceeded(
+                f"{self.num_streams} event streams are open, as many as there may be", FULL_RETRY_S
+            )
+        channel = self._channels.get(tenant_id)
+        most = max(1, self._max_streams // TENANT_SHARE)
+        if channel is not None and len(channel.streams) >= most:
+            raise QuotaExceeded(
+                f"{most} event streams of this tenant are open, as many as it may have",
+                FULL_RETRY_S,
+            )
 
     async def frames(self, stream: Stream) -> AsyncIterator[bytes]:
         """Yield what to send on a stream until it ends."""

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from marlaas import runtime
-from marlaas.errors import NotFound, Unauthorized
+from marlaas.errors import NotFound, QuotaExceeded, Unauthorized
 from marlaas.service.server import bind
 from marlaas.service.streams import RING_EVENTS
 from marlaas.store.db import Store
@@ -200,6 +200,22 @@ async def test_too_many_streams_are_refused(tmp_path: Path) -> None:
         headers = {**service.headers(), "Accept": "text/event-stream"}
         refused = await http.get("/v1/events", headers=headers)
         assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
+
+
+async def test_one_tenant_cannot_hold_every_stream(tmp_path: Path) -> None:
+    async with bench(tmp_path, settings=replace(SETTINGS, max_streams=8)) as service:
+        hub = service.parts.hub
+        acme, birch = await service.store.call(Store.tenants)
+        opened = await asyncio.gather(
+            *(hub.open(acme, key_id="k", job=None, after=None) for _ in range(5)),
+            return_exceptions=True,
+        )
+        streams = [stream for stream in opened if not isinstance(stream, Exception)]
+        assert len(streams) == 2
+        assert all(isinstance(one, QuotaExceeded) for one in opened if one not in streams)
+        streams.append(await hub.open(birch, key_id="k", job=None, after=None))
+        for stream in streams:
+            hub.leave(stream)
 
 
 async def test_a_wrong_last_event_is_refused(tmp_path: Path) -> None:
