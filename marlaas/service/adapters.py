@@ -4,6 +4,7 @@
     PEFT folder ──► worker merges ──► folder ──► sent as a tar ──► deleted   (merged: the base)
 
 - Packing runs off the event loop; what is packed is measured first and refused past the limit.
+- What lies on the disk for readers is bounded: so many downloads of one tenant, and of all.
 - A version that is pruned while it is packed is answered as one that is not kept.
 - Archives hold plain files with the names of the folder, and nothing of this machine: no owner, no
   time, no path. The same version gives the same bytes.
@@ -15,13 +16,15 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from marlaas.errors import NotFound
+from marlaas.loop.concurrency import to_its_end
 from marlaas.loop.serving import find_version
 from marlaas.loop.shelf import ServedVersion
 from marlaas.service.auth import WithCaller
@@ -35,6 +38,9 @@ from marlaas.types import TenantId
 router = APIRouter(tags=["adapters"])
 
 PIECE_BYTES = 1 << 20
+
+STALL_S = 120.0
+"""How long a reader may take for one piece before its download is given up."""
 
 
 @router.get("/v1/jobs/{job}/versions")
@@ -83,10 +89,11 @@ _TAR_ANSWER: Responses = {200: {"description": "A tar", "content": {"application
 
 
 class Download(StreamingResponse):
-    """Sends what lies in a scratch folder, and deletes the folder however that ends."""
+    """Sends what lies in a scratch folder, and closes what it holds however that ends: the folder,
+    and its place among the downloads. A reader who takes nothing for long is given up."""
 
     def __init__(
-        self, scratch: Path, pieces: Iterator[bytes], *, size_bytes: int, filename: str
+        self, held: AsyncExitStack, pieces: Iterator[bytes], *, size_bytes: int, filename: str
     ) -> None:
         media_type = "application/gzip" if filename.endswith(".gz") else "application/x-tar"
         headers = {
@@ -94,13 +101,15 @@ class Download(StreamingResponse):
             "Content-Disposition": f'attachment; filename="{filename}"',
         }
         super().__init__(pieces, media_type=media_type, headers=headers)
-        self._scratch = scratch
+        self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await _delete(self._scratch)
+        async def send_soon(message: Message) -> None:
+            async with asyncio.timeout(STALL_S):
+                await send(message)
+
+        async with self._held:
+            await super().__call__(scope, receive, send_soon)
 
 
 @router.get(
@@ -113,19 +122,19 @@ async def download_adapter(
 ) -> Response:
     """Download a version as a tar.gz of a folder that PEFT loads."""
     served = await _find(parts, caller.tenant_id, job, version)
-    scratch = await asyncio.to_thread(_make_scratch, parts.scratch)
-    archive = scratch / "adapter.tar.gz"
-    try:
-        await asyncio.to_thread(_pack, served, archive, parts.settings.max_archive_bytes)
-    except BaseException:
-        await _delete(scratch)
-        raise
-    return Download(
-        scratch,
-        _read(archive),
-        size_bytes=archive.stat().st_size,
-        filename=f"{job}-v{served.version}.tar.gz",
-    )
+    async with AsyncExitStack() as held:
+        held.enter_context(parts.adapters.of(caller.tenant_id))
+        archive = await _enter_scratch(held, parts.scratch) / "adapter.tar.gz"
+        limit = parts.settings.max_archive_bytes
+        # To its end: what a thread still writes could not be deleted.
+        await to_its_end(asyncio.to_thread(_pack, served, archive, limit))
+        size_bytes = archive.stat().st_size
+        return Download(
+            held.pop_all(),
+            _read(archive),
+            size_bytes=size_bytes,
+            filename=f"{job}-v{served.version}.tar.gz",
+        )
 
 
 @router.get(
@@ -138,26 +147,32 @@ async def download_merged(
 ) -> Response:
     """Download the base with a version merged into it, as a tar of a Hugging Face folder."""
     served = await _find(parts, caller.tenant_id, job, version)
-    scratch = await asyncio.to_thread(_make_scratch, parts.scratch)
-    model = scratch / "model"
-    try:
-        await parts.serving.merge(caller.tenant_id, f"{job}@{served.version}", model)
+    async with AsyncExitStack() as held:
+        held.enter_context(parts.merged.of(caller.tenant_id))
+        model = await _enter_scratch(held, parts.scratch) / "model"
+        name = f"{job}@{served.version}"
+        await to_its_end(parts.serving.merge(caller.tenant_id, name, model))
         check_archive("the merged model", _size_bytes(model), parts.settings.max_archive_bytes)
-    except BaseException:
-        await _delete(scratch)
-        raise
-    return Download(
-        scratch,
-        _tar_pieces(model),
-        size_bytes=_tar_bytes(model),
-        filename=f"{job}-v{served.version}.tar",
-    )
+        size_bytes = _tar_bytes(model)
+        return Download(
+            held.pop_all(),
+            _tar_pieces(model),
+            size_bytes=size_bytes,
+            filename=f"{job}-v{served.version}.tar",
+        )
 
 
 async def _find(parts: Parts, tenant_id: TenantId, job: str, version: str) -> ServedVersion:
     served = await parts.store.call(find_version, tenant_id, f"{job}@{version}")
     assert served is not None, "a name with @ is no base"
     return served
+
+
+async def _enter_scratch(held: AsyncExitStack, root: Path) -> Path:
+    """Return a new folder that is deleted when `held` is closed."""
+    scratch = await asyncio.to_thread(_make_scratch, root)
+    held.push_async_callback(_delete, scratch)
+    return scratch
 
 
 def _make_scratch(root: Path) -> Path:

@@ -9,8 +9,9 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -22,6 +23,9 @@ from marlaas.errors import InvalidRequest, QuotaExceeded, TooLarge
 
 BURST_S = 2.0
 """Seconds' worth of requests that a tenant who was quiet may send at once."""
+
+FULL_RETRY_S = 30.0
+"""When a place may be free again."""
 
 MAX_DEPTH = 16
 """Nesting of a JSON body: no knob of a job nests deeper than four."""
@@ -215,3 +219,36 @@ class Turns:
             lock, num_users = self._locks.pop(name)
             if num_users > 1:
                 self._locks[name] = (lock, num_users - 1)
+
+
+class Places:
+    """As many at a time as there are places, and of one tenant as many as it may have."""
+
+    def __init__(self, what: str, *, most: int, most_of_one: int) -> None:
+        self._what = what
+        self._most, self._most_of_one = most, most_of_one
+        self._taken: Counter[str] = Counter()
+
+    @contextmanager
+    def of(self, tenant: str) -> Iterator[None]:
+        """Take a place and hold it.
+
+        Raises:
+            QuotaExceeded: none is free.
+        """
+        if self._taken[tenant] >= self._most_of_one:
+            raise QuotaExceeded(
+                f"{self._most_of_one} {self._what} of this tenant are under way, as many as it may "
+                "have",
+                FULL_RETRY_S,
+            )
+        if self._taken.total() >= self._most:
+            raise QuotaExceeded(
+                f"{self._most} {self._what} are under way, as many as there may be", FULL_RETRY_S
+            )
+        self._taken[tenant] += 1
+        try:
+            yield
+        finally:
+            self._taken[tenant] -= 1
+            self._taken += Counter()  # forgets whom nothing is left of

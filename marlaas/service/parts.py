@@ -10,7 +10,7 @@ from fastapi import Depends, Request
 from marlaas.config import ServeSettings
 from marlaas.loop.controller import Controller
 from marlaas.loop.serving import Serving
-from marlaas.service.limits import Rates, Turns
+from marlaas.service.limits import Places, Rates, Turns
 from marlaas.service.streams import Hub
 from marlaas.service.telemetry import Telemetry
 from marlaas.service.trials import Trials
@@ -37,6 +37,13 @@ class Parts:
     readings: Turns = field(default_factory=Turns)
     """One prompt of a tenant is made tokens of at a time."""
     trials: Trials = field(default_factory=Trials)
+    adapters: Places = field(
+        default_factory=lambda: Places("downloads of adapters", most=64, most_of_one=8)
+    )
+    merged: Places = field(
+        default_factory=lambda: Places("downloads of merged models", most=4, most_of_one=1)
+    )
+    """Each holds a copy of the base on the disk until it was sent."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the service was told to end: it takes no new work."""
 

@@ -1,10 +1,12 @@
 """Adapters, uploads, completions, health, metrics, trace and logs over HTTP."""
 
+import asyncio
 import io
 import json
 import logging
 import re
 import tarfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 from marlaas.errors import MarlaasError
 from marlaas.loop.jobspec import ONE_JOB_KNOBS, describe_job, read_job
+from marlaas.service import adapters
 from marlaas.service.app import STATUS, status_of
 from marlaas.service.logs import JsonFormatter, mask
 from marlaas.service.telemetry import MAX_TENANTS, Telemetry
@@ -426,3 +429,73 @@ async def test_the_document_lists_the_knobs_that_a_job_has() -> None:
     for name, field in JobBody.model_fields.items():
         if name not in ("name", "env", "algorithm", "latency", "fork"):
             assert field.default == defaults[name], name
+
+
+async def _start(service: Bench, path: str, *, who: str, taking: asyncio.Event) -> int:
+    """Ask for a download as a client who takes nothing of the body until `taking`."""
+    status = 0
+    begun = asyncio.Event()
+
+    async def receive() -> dict:
+        if begun.is_set():
+            await asyncio.Event().wait()
+        begun.set()
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        elif status == 200:
+            await taking.wait()
+
+    headers = [(b"x-api-key", service.keys[who].encode())]
+    scope = {
+        "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "scheme": "http",
+        "query_string": b"", "headers": headers, "http_version": "1.1", "root_path": "",
+        "server": ("service", 80), "client": ("x", 1), "asgi": {"version": "3.0"},
+    }  # fmt: skip
+    with suppress(Exception):
+        await service.app(scope, receive, send)
+    return status
+
+
+@pytest.mark.parametrize(("kind", "most"), [("merged", 1), ("adapter", 8)])
+async def test_slow_readers_hold_a_bounded_number_of_copies(
+    tmp_path: Path, kind: str, most: int
+) -> None:
+    async with bench(tmp_path) as service:
+        await trained(service)
+        path, taking = f"/v1/jobs/sums/versions/3/{kind}", asyncio.Event()
+        slow = [
+            asyncio.create_task(_start(service, path, who="acme", taking=taking)) for _ in range(10)
+        ]
+        async with asyncio.timeout(10):
+            while sum(task.done() for task in slow) < 10 - most:
+                await asyncio.sleep(0.01)
+        assert {task.result() for task in slow if task.done()} == {429}
+        assert len(list(service.parts.scratch.iterdir())) <= most
+        taking.set()
+        assert sorted(await asyncio.gather(*slow)) == [200] * most + [429] * (10 - most)
+        assert list(service.parts.scratch.iterdir()) == []
+        assert (await service.call("GET", path)).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["merged", "adapter"])
+async def test_a_download_whose_reader_stalls_or_goes_leaves_nothing(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "STALL_S", 0.1)
+    async with bench(tmp_path) as service:
+        await trained(service)
+        path = f"/v1/jobs/sums/versions/3/{kind}"
+        async with asyncio.timeout(10):
+            await _start(service, path, who="acme", taking=asyncio.Event())
+        assert list(service.parts.scratch.iterdir()) == []
+        for after_s in (0.0, 0.001, 0.003, 0.01):
+            going = asyncio.create_task(_start(service, path, who="acme", taking=asyncio.Event()))
+            await asyncio.sleep(after_s)
+            going.cancel()
+            await asyncio.wait([going])
+            assert list(service.parts.scratch.iterdir()) == []
+        assert (await service.call("GET", path)).status_code == 200
