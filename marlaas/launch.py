@@ -306,7 +306,7 @@ async def _service_parts(
         ),
     )
     controller.tenants_changed(await store.call(Store.tenants))
-    serving = Serving(controller.placement, store, tokenizer)
+    serving = Serving(controller.placement, store, tokenizer, tenants=controller.tenants)
     stack.push_async_callback(serving.close)
     watching = asyncio.create_task(
         _watch(engines, telemetry, every_s=stats_every_s), name="worker stats"

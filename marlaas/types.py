@@ -590,7 +590,7 @@ class Quotas:
     max_running_jobs: int | None = 8
     max_queued_jobs: int | None = 200
     tokens_a_day: int | None = None
-    """Sampled and trained tokens together, per UTC day."""
+    """Sampled, trained, evaluated and served tokens together, per UTC day."""
     stored_bytes: int | None = 20 << 30
     sandbox_cpu_s_a_day: float | None = None
     requests_a_second: float | None = 50.0

@@ -172,6 +172,11 @@ class Controller:
         """The stations, for guests that compete with jobs (see `loop/serving.py`)."""
         return self._placement
 
+    @property
+    def tenants(self) -> Tenants:
+        """Quotas in force and what was used today, for guests too."""
+        return self._tenants
+
     # Verbs, see `loop/jobs.py` --------------------------------------------------------------
 
     async def submit(
@@ -375,7 +380,9 @@ class Controller:
         try:
             await evaluation.done.wait()
             record = evaluation.record(job.elapsed_s)
-            await self._record(job.spec, Store.add_evaluation, record, usage=evaluation.usage())
+            usage = evaluation.usage()
+            await self._record(job.spec, Store.add_evaluation, record, usage=usage)
+            self._tenants.use(job.spec.tenant, tokens=usage.evaluated_tokens)
             job.note(record)
         finally:
             del job.evaluations[evaluation.version]

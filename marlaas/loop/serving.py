@@ -41,6 +41,7 @@ from marlaas.loop.lane import Lane
 from marlaas.loop.policies import Placement, Station
 from marlaas.loop.rollout import ChatTokenizer
 from marlaas.loop.shelf import ServedVersion, Shelf
+from marlaas.loop.usage import Tenants
 from marlaas.runtime import derive_seed
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
@@ -129,7 +130,7 @@ class Order:
 class Serving:
     """Answers completion requests beside the jobs of a controller that runs.
 
-    serving = Serving(controller.placement, store, tokenizer)
+    serving = Serving(controller.placement, store, tokenizer, tenants=controller.tenants)
     sampling = SamplingParams(max_tokens=64, temperature=0.7, top_p=0.9, seed=1)
     (completion,) = await serving.complete("acme", "sums@best", [Message("user", "2+2?")], sampling)
     serving.text(completion, sampling)
@@ -142,8 +143,11 @@ class Serving:
         store: AsyncStore,
         tokenizer: TextTokenizer,
         settings: ServingSettings | None = None,
+        *,
+        tenants: Tenants | None = None,
     ) -> None:
         self._placement = placement
+        self._quotas = tenants or Tenants({})
         self._store = store
         self._tokenizer = tokenizer
         self._settings = settings or ServingSettings()
@@ -222,11 +226,13 @@ class Serving:
         Raises:
             InvalidRequest: faulty settings, or a prompt that leaves no room for a reply.
             NotFound: no such model.
-            QuotaExceeded: the tenant has too many completions under way.
+            QuotaExceeded: the tenant has too many completions under way, or used up its day.
             WorkerLost: workers went away in every attempt.
         """
         tokens = self.tokens(prompt)
         self._check(tokens, sampling, n)
+        await self._quotas.learn_today(self._store, tenant_id)
+        self._quotas.check_tokens(tenant_id)
         version = await self.resolve(tenant_id, model)
         stops = (*sampling.stop_token_ids, *self._tokenizer.stop_token_ids)
         order = Order(
@@ -347,6 +353,7 @@ class Serving:
             prefill_tokens=len(completions) * len(order.tokens) - num_cached,
             device_s=sum(seconds for _, seconds in order.done),
         )
+        self._quotas.use(order.tenant_id, tokens=usage.served_tokens)
         job = order.version.job if order.version else ""
         await self._store.call(Store.add_usage, order.tenant_id, job, usage)
         if order.station is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from math import floor
 
 from marlaas import runtime
+from marlaas.errors import QuotaExceeded
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.store.usage import day_of
@@ -197,6 +198,7 @@ class Tenants:
         if tenant_id not in self._learned:  # two jobs may have asked at once
             self._learned.add(tenant_id)
             tokens = usage.sampled_tokens + usage.trained_tokens
+            tokens += usage.evaluated_tokens + usage.served_tokens
             self.use(tenant_id, tokens=tokens, sandbox_cpu_s=usage.sandbox_cpu_s)
 
     def use(self, tenant_id: TenantId, *, tokens: int = 0, sandbox_cpu_s: float = 0.0) -> None:
@@ -267,12 +269,24 @@ class Tenants:
             return f"{spent} but for {left}; a group may take {group_tokens}"
         return ""
 
+    def check_tokens(self, tenant_id: TenantId) -> None:
+        """Refuse what is not a job's and cannot wait for the next day.
+
+        Raises:
+            QuotaExceeded: the tenant has used up its tokens; says when the day ends.
+        """
+        limit = self.quotas(tenant_id).tokens_a_day
+        if limit is not None and self._used(tenant_id).tokens >= limit:
+            raise QuotaExceeded(
+                f"the tenant's quota of {limit} tokens a day is used up; the day ends at 0:00 UTC",
+                _day_left_s(),
+            )
+
     def at_day_end(self, wake: Callable[[], None]) -> None:
         """Call `wake` once the UTC day has ended; one such call waits at a time."""
         if self._day_end is None:
-            wait_s = (_day() + 1) * DAY_S - runtime.wall_time_s()
             loop = asyncio.get_running_loop()
-            self._day_end = loop.call_later(wait_s, self._end_day, wake)
+            self._day_end = loop.call_later(_day_left_s(), self._end_day, wake)
 
     def stop(self) -> None:
         """No call waits any more."""
@@ -293,3 +307,7 @@ class Tenants:
 
 def _day() -> int:
     return floor(runtime.wall_time_s() / DAY_S)
+
+
+def _day_left_s() -> float:
+    return (_day() + 1) * DAY_S - runtime.wall_time_s()

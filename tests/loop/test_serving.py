@@ -115,7 +115,9 @@ async def bench(
     workers = workers or (FakeWorker(),)
     async_store = AsyncStore(store, is_threaded=False)
     controller = Controller(async_store, workers, ByteTokenizer(), make_family=family_of)
-    serving = Serving(controller.placement, async_store, ByteTokenizer(), settings)
+    serving = Serving(
+        controller.placement, async_store, ByteTokenizer(), settings, tenants=controller.tenants
+    )
     running = asyncio.create_task(controller.serve())
     bench = Bench(store, list(workers), controller, serving)
     try:

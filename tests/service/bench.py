@@ -120,7 +120,7 @@ async def bench(
         settings=settings,
         store=store,
         controller=controller,
-        serving=Serving(controller.placement, store, Tokenizer()),
+        serving=Serving(controller.placement, store, Tokenizer(), tenants=controller.tenants),
         telemetry=telemetry,
         hub=Hub(store, heartbeat_s=settings.heartbeat_s, max_streams=settings.max_streams),
         max_context=workers[0].capabilities.max_context,

@@ -499,3 +499,28 @@ async def test_a_download_whose_reader_stalls_or_goes_leaves_nothing(
             await asyncio.wait([going])
             assert list(service.parts.scratch.iterdir()) == []
         assert (await service.call("GET", path)).status_code == 200
+
+
+async def test_completions_and_verdicts_count_towards_the_days_tokens_and_end_with_them(
+    tmp_path: Path,
+) -> None:
+    async with bench(tmp_path) as service:
+        ask = {"model": "base", "prompt": "hi", "max_tokens": 4}
+        used = 0
+        change = {"quotas": {"tokens_a_day": 10}}
+        await service.call("PATCH", "/v1/tenants/acme", who="operator", json=change)
+        while used < 10:
+            answer = await service.call("POST", "/v1/completions", json=ask)
+            assert answer.status_code == 200
+            used += answer.json()["usage"]["completion_tokens"]
+        refused = await service.call("POST", "/v1/completions", json=ask)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
+        assert 1 <= int(refused.headers["Retry-After"]) <= 86_400
+        assert (await service.call("POST", "/v1/completions", json=ask, who="birch")).is_success
+        await service.submit(who="birch")
+        await service.ended("sums", who="birch")
+        today = (await service.get("/v1/usage", who="birch"))["today"]
+        kinds = ("sampled_tokens", "trained_tokens", "evaluated_tokens", "served_tokens")
+        assert all(today[kind] > 0 for kind in kinds)
+        tenants = service.parts.controller.tenants
+        assert tenants._used("birch").tokens == sum(today[kind] for kind in kinds)
