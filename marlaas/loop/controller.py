@@ -35,7 +35,7 @@ from marlaas.loop.concurrency import to_its_end
 from marlaas.loop.evaluation import Evaluation, is_due
 from marlaas.loop.fairness import TokenCounts
 from marlaas.loop.job import Job
-from marlaas.loop.jobs import Lifecycle, Roster, first_message, job_id_of
+from marlaas.loop.jobs import Lifecycle, Request, Roster, first_message, job_id_of
 from marlaas.loop.judging import Judging
 from marlaas.loop.patience import PatientStore
 from marlaas.loop.policies import Home, Placement, Policy, Station, VisitingPolicy, Worker
@@ -180,11 +180,17 @@ class Controller:
     # Verbs, see `loop/jobs.py` --------------------------------------------------------------
 
     async def submit(
-        self, spec: JobSpec, *, idempotency_key: str = "", owner: Tenant | None = None
+        self,
+        spec: JobSpec,
+        *,
+        idempotency_key: str = "",
+        body_digest: str = "",
+        owner: Tenant | None = None,
     ) -> StoredJob:
         """Accept a job; it starts as soon as there is a place for it.
 
-        `owner` is the tenant as it was when the request came; without a service, jobs have none.
+        `owner` is the tenant as it was when the request came, without a service none; `body_digest`
+        is of the request, for `Store.spec_of_key`.
 
         Raises:
             NotFound: `owner` was purged meanwhile.
@@ -195,7 +201,8 @@ class Controller:
         """
         algorithms.resolve(spec.algorithm)
         self._make_family(spec)
-        return await self._lifecycle.submit(spec, idempotency_key, owner)
+        request = Request(idempotency_key=idempotency_key, body_digest=body_digest, owner=owner)
+        return await self._lifecycle.submit(spec, request)
 
     async def pause(
         self, tenant_id: TenantId, name: str, reason: str = "paused by the tenant"

@@ -233,6 +233,17 @@ class Roster:
         self._places = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """How a job was handed over."""
+
+    idempotency_key: str = ""
+    body_digest: str = ""
+    """Of what was sent, before the names in it were resolved."""
+    owner: Tenant | None = None
+    """The tenant as it was when the request came; without a service, jobs have none."""
+
+
 class Lifecycle:
     """Moves jobs through their states: constructed -> `begin` -> verbs* -> `idle` -> `stop`.
 
@@ -266,9 +277,7 @@ class Lifecycle:
 
     # Verbs --------------------------------------------------------------------------------------
 
-    async def submit(
-        self, spec: JobSpec, idempotency_key: str = "", owner: Tenant | None = None
-    ) -> StoredJob:
+    async def submit(self, spec: JobSpec, request: Request) -> StoredJob:
         """Accept a job; the same again is the same job.
 
         Raises:
@@ -277,7 +286,7 @@ class Lifecycle:
             InvalidRequest: it begins where nothing is.
             QuotaExceeded: the tenant's queue is full.
         """
-        return await to_its_end(self._submit(spec, idempotency_key, owner))
+        return await to_its_end(self._submit(spec, request))
 
     async def pause(self, tenant_id: TenantId, name: str, reason: str) -> StoredJob:
         """Stop a job so that it can be resumed; return once it holds nothing.
@@ -425,13 +434,11 @@ class Lifecycle:
             self._add(stored)
             self.start_waiting()
 
-    async def _submit(self, spec: JobSpec, idempotency_key: str, owner: Tenant | None) -> StoredJob:
+    async def _submit(self, spec: JobSpec, request: Request) -> StoredJob:
         await self._load()
         quota = self._tenants.quotas(spec.tenant).max_queued_jobs
         async with self._verb(spec.job_id):
-            stored = await self._store.call(
-                accept, spec, max_queued=quota, idempotency_key=idempotency_key, owner=owner
-            )
+            stored = await self._store.call(accept, spec, request, max_queued=quota)
             self._queue_if_new(stored)
         return stored
 
@@ -600,26 +607,25 @@ def first_message(errors: BaseExceptionGroup) -> str:
 # Accepting a job: one call of the store, so that nothing comes in between
 
 
-def accept(
-    store: Store,
-    spec: JobSpec,
-    *,
-    max_queued: int | None,
-    idempotency_key: str,
-    owner: Tenant | None = None,
-) -> StoredJob:
+def accept(store: Store, spec: JobSpec, request: Request, *, max_queued: int | None) -> StoredJob:
     """Store a job; return it. What it begins from is made its own.
 
     Raises:
         Conflict, InvalidRequest, NotFound, QuotaExceeded: see `Lifecycle.submit`.
     """
+    owner = request.owner
     if owner is not None:
         store.check_tenant(owner.tenant_id, created_s=owner.created_s)
     if not _exists(store, spec):
         if max_queued is not None:
             _check_queue(store, spec.tenant, max_queued)
         check_fork(store, spec)
-    is_new = store.add_job(spec.tenant, spec, idempotency_key=idempotency_key)
+    is_new = store.add_job(
+        spec.tenant,
+        spec,
+        idempotency_key=request.idempotency_key,
+        body_digest=request.body_digest,
+    )
     if is_new and spec.fork is not None:
         with suppress(
             MarlaasError

@@ -5,7 +5,8 @@
 
 - A job is fixed once accepted: names of uploads become digests and `best` becomes a number here, so
   nothing that is uploaded or judged later changes what it does.
-- Handing over the same job again is the same job: 200 instead of 201, and nothing is doubled.
+- Handing over the same job again is the same job: 200 instead of 201, and nothing is doubled. Under
+  an idempotency key the same is what was sent, whatever the names in it stand for by now.
 - A sweep is no thing of its own: its jobs are `NAME-001`, `NAME-002`, ..., and its table compares
   what they say today.
 """
@@ -13,6 +14,7 @@
 import asyncio
 import hashlib
 import itertools
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -79,12 +81,14 @@ async def create_job(
     key: Annotated[str, IDEMPOTENCY_KEY] = "",
 ) -> JobInfo:
     """Hand over a job, in the words of the job file but for `tenant` and `replicate`."""
-    spec = await read_spec(parts, caller.tenant_id, body)
+    spec = await _known_or_read(parts, caller.tenant_id, body, key)
     is_new = not await parts.store.call(_is_job, caller.tenant_id, spec.name)
     if is_new:
         await _check_storage(parts, caller.tenant)
         await parts.trials.check(parts.store, [spec])
-    stored = await parts.controller.submit(spec, idempotency_key=key, owner=caller.tenant)
+    stored = await parts.controller.submit(
+        spec, idempotency_key=key, body_digest=_digest(body), owner=caller.tenant
+    )
     response.status_code = 201 if is_new else 200
     return _info(parts, stored)
 
@@ -167,6 +171,25 @@ async def _check_storage(parts: Parts, tenant: Tenant) -> None:
 
 # ---------------------------------------------------------------------------------------------
 # From a body to a spec
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    """Return what tells a body from others, however its keys are ordered."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+async def _known_or_read(
+    parts: Parts, tenant_id: TenantId, body: Mapping[str, Any], key: str
+) -> JobSpec:
+    """Return what a body asks for: under a key that it came with before, what it meant then.
+
+    Raises:
+        InvalidRequest: with one problem per fault.
+    """
+    known = None
+    if key:
+        known = await parts.store.call(Store.spec_of_key, tenant_id, key, _digest(body))
+    return known or await read_spec(parts, tenant_id, body)
 
 
 async def read_spec(parts: Parts, tenant_id: TenantId, body: Mapping[str, Any]) -> JobSpec:
@@ -252,12 +275,18 @@ async def create_sweep(
 ) -> SweepInfo:
     """Hand over a job for every combination of the grid's values; all of them, or none."""
     await _check_storage(parts, caller.tenant)
-    specs = [await read_spec(parts, caller.tenant_id, job) for job in _combinations(body)]
+    bodies = _combinations(body)
+    keys = [f"{key}/{job['name']}" if key else "" for job in bodies]
+    specs = [
+        await _known_or_read(parts, caller.tenant_id, job, member_key)
+        for job, member_key in zip(bodies, keys, strict=True)
+    ]
     await _check_queue(parts, caller.tenant, specs)
     await parts.trials.check(parts.store, await parts.store.call(_new_ones, specs))
-    for spec in specs:
-        member_key = f"{key}/{spec.name}" if key else ""
-        await parts.controller.submit(spec, idempotency_key=member_key, owner=caller.tenant)
+    for spec, job, member_key in zip(specs, bodies, keys, strict=True):
+        await parts.controller.submit(
+            spec, idempotency_key=member_key, body_digest=_digest(job), owner=caller.tenant
+        )
     return await _sweep(parts, caller.tenant_id, body.name)
 
 

