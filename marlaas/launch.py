@@ -6,7 +6,7 @@ Nothing here decides anything; what runs where follows from `config.resolve`.
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from marlaas.loop.controller import Controller, LoopSettings, Mode
 from marlaas.loop.serving import Serving
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
+from marlaas.store.uploads import read_content
 from marlaas.text.bases import ensure_base, num_weights
 from marlaas.text.chat import ChatTokenizer
 from marlaas.types import (
@@ -288,8 +289,9 @@ async def _service_parts(
     stack.push_async_callback(job_logs.close)
 
     def family_of(spec: JobSpec) -> Family:
-        def read_upload(digest: str) -> Awaitable[bytes]:
-            return store.call(Store.read_upload, spec.tenant, digest)
+        async def read_upload(digest: str) -> bytes:
+            path = await store.call(Store.upload_file, spec.tenant, digest)
+            return await asyncio.to_thread(read_content, path)
 
         return make_family(spec.env, read_upload=read_upload, log=job_logs.of(spec))
 

@@ -2,6 +2,7 @@
 anything, but for an evaluation that is asked for."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Response
 from marlaas.loop.serving import find_version
 from marlaas.service.auth import WithCaller
 from marlaas.service.parts import Parts, WithParts
-from marlaas.service.places import MAX_CURSOR, MAX_PAGE, After, JobName, PageSize
+from marlaas.service.places import MAX_CURSOR, After, JobName, PageSize
 from marlaas.service.streams import EventResponse
 from marlaas.service.wire import (
     EvaluationBody,
@@ -27,13 +28,11 @@ from marlaas.service.wire import (
     StepPage,
 )
 from marlaas.store.db import GroupState, Store
-from marlaas.types import Event, EventKind, StepRecord, TenantId
+from marlaas.types import EventKind, StepRecord, TenantId
 
 router = APIRouter(tags=["records"])
 
 LOG_KINDS = (EventKind.LOG, EventKind.NOTICE)
-MAX_SCANNED = 10_000
-"""Events that one page of logs looks through."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -117,9 +116,17 @@ async def _stream(
 
 
 async def _page(
-    parts: Parts, tenant_id: TenantId, job: str | None, after: int, limit: int
+    parts: Parts,
+    tenant_id: TenantId,
+    job: str | None,
+    after: int,
+    limit: int,
+    *,
+    kinds: Sequence[EventKind] = (),
 ) -> EventPage:
-    events = await parts.store.call(Store.events, tenant_id, after=after, job=job, limit=limit)
+    events = await parts.store.call(
+        Store.events, tenant_id, after=after, job=job, kinds=kinds, limit=limit
+    )
     return EventPage(
         events=[EventInfo.of(event) for event in events],
         next=events[-1].seq if events else after,
@@ -130,33 +137,9 @@ async def _page(
 async def list_logs(
     caller: WithCaller, parts: WithParts, job: JobName, after: After = 0, limit: PageSize = 100
 ) -> EventPage:
-    """What the tenant's own code printed or raised, and what made no progress.
-
-    A page may be short, or empty, though more follows: it looks through a bounded number of events.
-    The last one has been reached when `next` stays the same.
-    """
+    """What the tenant's own code printed or raised, and what made no progress."""
     await parts.store.call(Store.job, caller.tenant_id, job)
-    events, cursor = await parts.store.call(_logs, caller.tenant_id, job, after, limit)
-    return EventPage(events=[EventInfo.of(event) for event in events], next=cursor)
-
-
-def _logs(
-    store: Store, tenant_id: TenantId, job: str, after: int, limit: int
-) -> tuple[list[Event], int]:
-    """Return log lines behind a cursor, and the cursor behind what was looked at."""
-    found: list[Event] = []
-    cursor = after
-    for _ in range(MAX_SCANNED // MAX_PAGE):
-        events = store.events(tenant_id, after=cursor, job=job, limit=MAX_PAGE)
-        for event in events:
-            cursor = event.seq
-            if event.kind in LOG_KINDS:
-                found.append(event)
-                if len(found) == limit:
-                    return found, cursor
-        if len(events) < MAX_PAGE:
-            break
-    return found, cursor
+    return await _page(parts, caller.tenant_id, job, after, limit, kinds=LOG_KINDS)
 
 
 # ---------------------------------------------------------------------------------------------

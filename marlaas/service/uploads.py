@@ -19,7 +19,9 @@ from marlaas.service.parts import Parts, WithParts
 from marlaas.service.places import UploadName
 from marlaas.service.wire import UploadInfo, UploadList
 from marlaas.store.db import Store
-from marlaas.types import Tenant, Upload, UploadKind
+from marlaas.store.files import Files
+from marlaas.store.uploads import digest_of
+from marlaas.types import Tenant, TenantId, Upload, UploadKind
 
 router = APIRouter(tags=["uploads"])
 
@@ -97,12 +99,26 @@ async def _keep(
                 "uploads",
                 60.0,
             )
-    upload = await parts.store.call(_put, caller.tenant, kind, name, content, num_lines)
+    # Not on the store's thread: everybody's commits would wait for the disk.
+    digest = await asyncio.to_thread(_write, parts.store.files, caller.tenant_id, content)
+    upload = await parts.store.call(_put, caller.tenant, kind, name, content, num_lines, digest)
     return UploadInfo.of(upload)
 
 
+def _write(files: Files, tenant_id: TenantId, content: bytes) -> str:
+    digest = digest_of(content)
+    files.write_upload(tenant_id, digest, content)
+    return digest
+
+
 def _put(
-    store: Store, tenant: Tenant, kind: UploadKind, name: str, content: bytes, num_lines: int
+    store: Store,
+    tenant: Tenant,
+    kind: UploadKind,
+    name: str,
+    content: bytes,
+    num_lines: int,
+    digest: str,
 ) -> Upload:
     store.check_tenant(tenant.tenant_id, created_s=tenant.created_s)
-    return store.put_upload(tenant.tenant_id, kind, name, content, num_lines)
+    return store.put_upload(tenant.tenant_id, kind, name, content, num_lines, digest=digest)

@@ -7,7 +7,7 @@
 - The text of all lines is counted, for `stored_bytes`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import msgspec
@@ -82,14 +82,22 @@ class Events(Database):
             return self._write_event(db, tenant_id, job, kind, data)
 
     def events(
-        self, tenant_id: TenantId, *, after: int = 0, job: str | None = None, limit: int = 1000
+        self,
+        tenant_id: TenantId,
+        *,
+        after: int = 0,
+        job: str | None = None,
+        kinds: Sequence[EventKind] = (),
+        limit: int = 1000,
     ) -> list[Event]:
-        """Return lines behind number `after`, oldest first, of one job or all."""
-        values = {"tenant": tenant_id, "after": after, "limit": limit}
-        if job is None:
-            rows = self._rows(_AFTER, values)
-        else:
-            rows = self._rows(_AFTER_OF_JOB, {**values, "of_job": job})
+        """Return lines behind number `after`, oldest first, of one job or all, and of some kinds
+        or all."""
+        page, values = _AFTER, {"tenant": tenant_id, "after": after, "limit": limit}
+        if job is not None:
+            page, values["of_job"] = _AFTER_OF_JOB, job
+        if kinds:
+            page = page.where(events.c.kind.in_([kind.value for kind in kinds]))
+        rows = self._rows(page, values)
         return [
             Event(
                 seq=row.seq,

@@ -11,6 +11,7 @@
 import hashlib
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
@@ -93,11 +94,22 @@ class Uploads(UsageRecords):
     """The part of `Store` that keeps what tenants upload."""
 
     def put_upload(
-        self, tenant_id: TenantId, kind: UploadKind, name: str, content: bytes, num_lines: int
+        self,
+        tenant_id: TenantId,
+        kind: UploadKind,
+        name: str,
+        content: bytes,
+        num_lines: int,
+        *,
+        digest: str = "",
     ) -> Upload:
-        """Store a content under a name; what had that name before stays for jobs that use it."""
+        """Store a content under a name; what had that name before stays for jobs that use it.
+
+        Large ones are hashed and written before, on another thread (`digest_of`,
+        `Files.write_upload`): then this writes the file only if it has gone since.
+        """
         check_segment("upload", name)
-        kind, digest = UploadKind(kind), hashlib.sha256(content).hexdigest()
+        kind, digest = UploadKind(kind), digest or digest_of(content)
         self.files.write_upload(tenant_id, digest, content)
         key = {"tenant_id": tenant_id, "kind": kind.value, "digest": digest, "name": name}
         new = {
@@ -142,15 +154,18 @@ class Uploads(UsageRecords):
             NotFound: this tenant has no such upload.
             StoreUnavailable: its file is gone, or is not what was uploaded.
         """
+        return read_content(self.upload_file(tenant_id, digest))
+
+    def upload_file(self, tenant_id: TenantId, digest: str) -> Path:
+        """Return where the content of an upload is, for `read_content` on another thread.
+
+        Raises:
+            NotFound: this tenant has no such upload.
+        """
         find = {"tenant": tenant_id, "of_digest": digest}
         if not is_digest(digest) or self._row(_HAS_FILE, find) is None:
             raise NotFound(f"no upload {digest!r}")
-        path = self.files.upload(tenant_id, digest)
-        with disk_errors(path):
-            content = path.read_bytes()
-        if hashlib.sha256(content).hexdigest() != digest:
-            raise StoreUnavailable(f"{path} is damaged: upload it again, or restore a backup")
-        return content
+        return self.files.upload(tenant_id, digest)
 
     def delete_upload(self, tenant_id: TenantId, kind: UploadKind, name: str) -> None:
         """Forget a name. Its content stays for the jobs that use it, and goes with the last.
@@ -182,6 +197,24 @@ class Uploads(UsageRecords):
             if db.execute(_HAS_FILE, find).first() is None:
                 unused.append(digest)
         return unused
+
+
+def digest_of(content: bytes) -> str:
+    """Return what names a content."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_content(path: Path) -> bytes:
+    """Return what an upload's file holds.
+
+    Raises:
+        StoreUnavailable: it is gone, or is not what was uploaded.
+    """
+    with disk_errors(path):
+        content = path.read_bytes()
+    if digest_of(content) != path.name:
+        raise StoreUnavailable(f"{path} is damaged: upload it again, or restore a backup")
+    return content
 
 
 def _upload(row: sa.Row) -> Upload:

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import tarfile
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from marlaas.service.app import STATUS, status_of
 from marlaas.service.logs import JsonFormatter, mask
 from marlaas.service.telemetry import MAX_TENANTS, Telemetry
 from marlaas.service.wire import ChatBody, CompletionBody, JobBody
+from marlaas.store.files import Files
 from marlaas.types import TenantId
 from tests.service.bench import SETTINGS, SUMS, Bench, bench
 
@@ -524,3 +526,20 @@ async def test_completions_and_verdicts_count_towards_the_days_tokens_and_end_wi
         assert all(today[kind] > 0 for kind in kinds)
         tenants = service.parts.controller.tenants
         assert tenants._used("birch").tokens == sum(today[kind] for kind in kinds)
+
+
+async def test_the_stores_thread_neither_hashes_nor_writes_an_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(tmp_path) as service:
+        threads: list[str] = []
+        written = Files.write_upload
+
+        def write(files: Files, tenant_id: TenantId, digest: str, content: bytes) -> None:
+            if not files.upload(tenant_id, digest).exists():
+                threads.append(threading.current_thread().name)
+            written(files, tenant_id, digest, content)
+
+        monkeypatch.setattr(Files, "write_upload", write)
+        assert (await service.call("PUT", "/v1/prompts/p", content=GOOD)).status_code == 200
+        assert len(threads) == 1 and not threads[0].startswith("store")
