@@ -116,6 +116,7 @@ class Lane:
         except asyncio.CancelledError:
             if not turn.cancelled():  # it came while the client left
                 turn.result().place.close()
+                self.give_back(turn.result())
             elif waiting in self._waiting:
                 self._waiting.remove(waiting)
                 self._stand()
@@ -131,6 +132,10 @@ class Lane:
         self._station.queue.charge(self._spec, device_s - turn.estimate_s)
         self._share += FOLLOW * (num_sampled / turn.max_tokens - self._share)
         return device_s
+
+    def give_back(self, turn: Turn) -> None:
+        """Take back the charge of a completion that came to nothing without its client's doing."""
+        self._station.queue.charge(self._spec, -turn.estimate_s)
 
     def charge_load(self) -> None:
         """Charge a version that was loaded for a completion of this lane."""

@@ -35,7 +35,14 @@ from typing import Protocol
 
 import numpy as np
 
-from marlaas.errors import InvalidRequest, NotFound, QuotaExceeded, UnsupportedFeature, WorkerLost
+from marlaas.errors import (
+    InvalidRequest,
+    MarlaasError,
+    NotFound,
+    QuotaExceeded,
+    UnsupportedFeature,
+    WorkerLost,
+)
 from marlaas.loop.concurrency import all_or_none
 from marlaas.loop.lane import Lane
 from marlaas.loop.policies import Placement, Station
@@ -308,10 +315,13 @@ class Serving:
                         prefix_len=len(order.tokens),
                     )
                 )
+            if completion.stop_reason is StopReason.CANCELLED:
+                raise WorkerLost(f"{station.worker.name} gave up the sequence")
+        except MarlaasError:  # a client who leaves has had the worker's time, and stays charged
+            lane.give_back(turn)
+            raise
         finally:
             turn.place.close()
-        if completion.stop_reason is StopReason.CANCELLED:
-            raise WorkerLost(f"{station.worker.name} gave up the sequence")
         assert completion.adapter_hash == adapter_hash, "answered by another adapter"
         order.done.append((completion, lane.settle(turn, completion)))
         return completion

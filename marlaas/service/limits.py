@@ -27,6 +27,9 @@ BURST_S = 2.0
 FULL_RETRY_S = 30.0
 """When a place may be free again."""
 
+MAX_WAIT_S = 3600.0
+"""The longest that anybody is told to wait for a token."""
+
 MAX_DEPTH = 16
 """Nesting of a JSON body: no knob of a job nests deeper than four."""
 
@@ -185,14 +188,14 @@ class Rates:
         if requests_a_second is None:
             return
         if requests_a_second <= 0:
-            raise QuotaExceeded("this tenant may send no requests", 3600.0)
+            raise QuotaExceeded("this tenant may send no requests", MAX_WAIT_S)
         now_s = runtime.now_s()
         size = max(1.0, requests_a_second * BURST_S)
         bucket = self._buckets.setdefault(tenant, _Bucket(size, now_s))
         gained = (now_s - bucket.at_s) * requests_a_second
         bucket.tokens, bucket.at_s = min(size, bucket.tokens + gained), now_s
         if bucket.tokens < 1:
-            wait_s = (1 - bucket.tokens) / requests_a_second
+            wait_s = min((1 - bucket.tokens) / requests_a_second, MAX_WAIT_S)
             raise QuotaExceeded(f"over {requests_a_second:g} requests a second", wait_s)
         bucket.tokens -= 1
 

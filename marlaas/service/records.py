@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Response
+from fastapi.responses import JSONResponse
 
 from marlaas.loop.serving import find_version
 from marlaas.service.auth import WithCaller
@@ -171,13 +172,23 @@ async def list_evaluations(caller: WithCaller, parts: WithParts, job: JobName) -
     return EvaluationList(evaluations=[EvaluationInfo.of(record) for record in records])
 
 
-@router.post("/v1/jobs/{job}/evaluations", status_code=202)
+@router.post(
+    "/v1/jobs/{job}/evaluations",
+    status_code=202,
+    response_model=EvaluationStarted,
+    responses={200: {"model": EvaluationInfo, "description": "The version was judged before"}},
+)
 async def evaluate(
     caller: WithCaller, parts: WithParts, job: JobName, body: EvaluationBody
-) -> EvaluationStarted:
-    """Judge a kept version once more. An event of the job says how it did."""
+) -> EvaluationStarted | Response:
+    """Have a kept version judged. An event of the job says how it did; one that was judged before
+    is answered with that."""
     served = await parts.store.call(find_version, caller.tenant_id, f"{job}@{body.version}")
     assert served is not None, "a name with @ is no base"
+    judged = await parts.store.call(Store.evaluations, caller.tenant_id, job)
+    for record in judged:
+        if record.version == served.version:
+            return JSONResponse(EvaluationInfo.of(record).model_dump())
     await parts.controller.evaluate(caller.tenant_id, job, served.version)
     return EvaluationStarted(version=served.version)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from marlaas.loop.jobspec import describe_job
 from marlaas.store.db import StoredGroup, StoredJob, StoredVersion
@@ -148,6 +148,15 @@ LimitNumber = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Weight = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 
+MIN_RATE = 1e-3
+
+
+def _check_rate(rate: float) -> float:
+    if 0 < rate < MIN_RATE:
+        raise ValueError(f"expected 0 (none), or at least {MIN_RATE:g}")
+    return rate
+
+
 class QuotasBody(Body):
     """Limits to set; a field that is left out keeps its value."""
 
@@ -156,7 +165,7 @@ class QuotasBody(Body):
     tokens_a_day: Limit | None = None
     stored_bytes: Limit | None = None
     sandbox_cpu_s_a_day: LimitNumber | None = None
-    requests_a_second: LimitNumber | None = None
+    requests_a_second: Annotated[LimitNumber, AfterValidator(_check_rate)] | None = None
 
     def over(self, quotas: Quotas) -> Quotas:
         """Return `quotas` with what the body names replaced; null lifts a limit."""

@@ -551,3 +551,35 @@ def test_whatever_clients_and_workers_do_an_answer_is_its_models_and_nothing_is_
             assert served >= 6 * len(answered) > 0
 
     run(scenario())
+
+
+def test_a_completion_that_fails_costs_its_tenant_nothing(tmp_path: Path) -> None:
+    class Failing(FakeWorker):
+        is_failing = False
+
+        async def generate(self, request: object) -> Completion:
+            if self.is_failing:
+                raise NotFound("the policy is gone")
+            return await super().generate(request)
+
+    async def main() -> None:
+        worker = Failing()
+        async with bench(tmp_path, worker) as service:
+            station = service.controller.placement.stations[0]
+            charges: list[float] = []
+            charge = station.queue.charge
+
+            def note(spec: JobSpec, cost_s: float) -> None:
+                charges.append(cost_s)
+                charge(spec, cost_s)
+
+            station.queue.charge = note
+            await service.ask("acme", "base")
+            assert sum(charges) > 0
+            charges.clear()
+            worker.is_failing = True
+            with pytest.raises(NotFound):
+                await service.ask("acme", "base")
+            assert len(charges) == 2 and sum(charges) == 0
+
+    runtime.run_virtual(main())

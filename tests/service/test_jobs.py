@@ -351,3 +351,12 @@ async def test_a_fork_of_the_latest_may_be_asked_for_again_when_there_is_a_later
         again = await service.call("POST", "/v1/jobs", json=body, headers=headers)
         assert again.status_code == 200, again.text
         assert again.json()["spec"]["fork"] == first.json()["spec"]["fork"]
+
+
+async def test_a_version_that_was_judged_is_answered_with_its_evaluation(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        await service.submit()
+        await service.ended("sums")
+        answer = await service.call("POST", "/v1/jobs/sums/evaluations", json={"version": 3})
+        judged = (await service.get("/v1/jobs/sums/evaluations"))["evaluations"]
+        assert (answer.status_code, answer.json()) == (200, judged[-1])

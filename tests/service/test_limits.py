@@ -132,3 +132,16 @@ async def test_a_prompt_that_takes_long_to_read_holds_nobody_up(
         await service.get("/v1/whoami", who="birch")
         assert time.monotonic() - began_s < 0.3
         assert [(await one).status_code for one in asking] == [200] * 3
+
+
+@pytest.mark.asyncio
+async def test_rates_that_no_clock_can_hold_are_refused_and_never_a_fault(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        for rate in (1e-320, 1e-4):
+            change = {"quotas": {"requests_a_second": rate}}
+            answer = await service.call("PATCH", "/v1/tenants/acme", who="operator", json=change)
+            assert answer.status_code == 422, answer.text
+    async with bench(tmp_path / "old", quotas=Quotas(requests_a_second=1e-320)) as service:
+        answers = [await service.call("GET", "/v1/whoami") for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 429]
+        assert answers[1].headers["Retry-After"] == "3600"
