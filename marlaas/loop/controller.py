@@ -562,7 +562,7 @@ class Controller:
         if has_no_room:
             self._tenants.at_day_end(self._wake_all)
         can_open = job.is_open and not self._tenants.why_spent(tenant_id)
-        # Held-out prompts take none of the day's tokens.
+        # Held-out prompts are few: they need no room, only a day that is not used up.
         plan = job.next_plan(may_train=not has_no_room) if can_open else None
         if plan is None:
             station.queue.discard(job.spec)
