@@ -7,6 +7,7 @@ has one trial at a time, and what passed is not tried again: neither for the job
 a job that is handed over twice.
 """
 
+import asyncio
 from collections.abc import Iterable
 
 from marlaas.envs.custom import CustomSettings, check_job
@@ -16,6 +17,7 @@ from marlaas.service.limits import Turns
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.codec import encode
 from marlaas.store.db import Store
+from marlaas.store.uploads import read_content
 from marlaas.types import JobSpec, TenantId
 
 MAX_REMEMBERED = 1000
@@ -58,7 +60,9 @@ class Trials:
 async def _try(store: AsyncStore, spec: JobSpec) -> None:
     settings = _settings(spec)
     prompts, source = [
-        await store.call(Store.read_upload, spec.tenant, digest)
+        await asyncio.to_thread(
+            read_content, await store.call(Store.upload_file, spec.tenant, digest)
+        )
         for digest in (settings.prompts, settings.environment)
     ]
     try:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 
 from marlaas.envs.custom import check_environment
 from marlaas.envs.prompts import check_prompts
-from marlaas.errors import QuotaExceeded
+from marlaas.errors import QuotaExceeded, StoreUnavailable
 from marlaas.service.auth import Caller, WithCaller
 from marlaas.service.limits import read_body
 from marlaas.service.parts import Parts, WithParts
@@ -100,7 +100,12 @@ async def _keep(
                 60.0,
             )
     # Not on the store's thread: everybody's commits would wait for the disk.
-    digest = await asyncio.to_thread(_write, parts.store.files, caller.tenant_id, content)
+    try:
+        digest = await asyncio.to_thread(_write, parts.store.files, caller.tenant_id, content)
+    except StoreUnavailable:  # the tenant's folder may have gone with it
+        tenant = caller.tenant
+        await parts.store.call(Store.check_tenant, tenant.tenant_id, created_s=tenant.created_s)
+        raise
     upload = await parts.store.call(_put, caller.tenant, kind, name, content, num_lines, digest)
     return UploadInfo.of(upload)
 
