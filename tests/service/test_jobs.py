@@ -319,7 +319,7 @@ async def test_a_request_that_is_repeated_under_its_key_means_what_it_meant(
         await service.call("PUT", "/v1/prompts/p", content=prompts)
         source = b"def reward(prompt, reply):\n    return 1.0\n"
         await service.call("PUT", "/v1/environments/e", content=source)
-        custom = {"family": "custom", "environment": "e", "prompts": "p"}
+        custom = {"family": "custom", "environment": "e", "prompts": "p", "eval_share": 0}
         knobs = {**UNNAMED, "env": custom, "eval_prompts": 0}
         path, body = "/v1/jobs", {**knobs, "name": "c"}
         if is_sweep:
