@@ -57,7 +57,7 @@ RULES = [
     Rule("GET", "/v1/jobs/{job}", TENANT),
     Rule("GET", "/v1/jobs/{job}/steps", TENANT),
     Rule("GET", "/v1/jobs/{job}/evaluations", TENANT),
-    Rule("POST", "/v1/jobs/{job}/evaluations", TENANT, ok=202, body={"json": {"version": 3}}),
+    Rule("POST", "/v1/jobs/{job}/evaluations", TENANT, body={"json": {"version": 3}}),
     Rule("GET", "/v1/jobs/{job}/events", TENANT),
     Rule("GET", "/v1/events", TENANT, **OWN),
     Rule("GET", "/v1/jobs/{job}/logs", TENANT),

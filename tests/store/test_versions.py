@@ -102,6 +102,8 @@ def test_a_state_that_is_not_as_committed_is_found_out(job: Store) -> None:
 
 
 def test_stored_bytes_follow_what_is_kept(job: Store) -> None:
-    assert job.stored_bytes(ACME) == 5 + 3 * 7
+    history = sum(len(str(event.data)) for event in job.events(ACME))
+    before = job.stored_bytes(ACME)
+    assert 5 + 3 * 7 < before < 5 + 3 * 7 + 2 * history, "files, and what the history takes"
     job.prune_adapters(ACME, "sums", {2})
-    assert job.stored_bytes(ACME) == 5 + 7
+    assert job.stored_bytes(ACME) == before - 2 * 7
