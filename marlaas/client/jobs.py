@@ -273,6 +273,14 @@ class Adapter:
         answer = self._transport.call("POST", f"{self._path}/promote", is_repeatable=True)
         return read(Version, answer)
 
+    def keep(self, for_s: float | None) -> Version:
+        """Keep it for so many seconds from now; it is deleted then, once the job has ended. None
+        leaves it to the job's `keep_versions` again."""
+        answer = self._transport.call(
+            "POST", f"{self._path}/keep", body={"for_s": for_s}, is_repeatable=True
+        )
+        return read(Version, answer)
+
 
 class Jobs:
     """The jobs of a tenant."""

@@ -23,6 +23,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from marlaas import runtime
 from marlaas.errors import NotFound
 from marlaas.loop.concurrency import to_its_end
 from marlaas.loop.serving import find_version
@@ -31,7 +32,7 @@ from marlaas.service.auth import WithCaller
 from marlaas.service.limits import check_archive
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.places import JobName, VersionName
-from marlaas.service.wire import Responses, VersionInfo, VersionList
+from marlaas.service.wire import KeepBody, Responses, VersionInfo, VersionList
 from marlaas.store.db import Store
 from marlaas.types import TenantId
 
@@ -77,6 +78,26 @@ def _promote(store: Store, tenant_id: TenantId, job: str, version: str) -> Versi
     served = find_version(store, tenant_id, f"{job}@{version}")
     assert served is not None, "a name with @ is no base"
     store.promote(tenant_id, job, served.version)
+    listed = _versions(store, tenant_id, job).versions
+    return next(row for row in listed if row.version == served.version)
+
+
+@router.post("/v1/jobs/{job}/versions/{version}/keep")
+async def keep(
+    caller: WithCaller, parts: WithParts, job: JobName, version: VersionName, body: KeepBody
+) -> VersionInfo:
+    """Give a version a time to live: its adapter is kept that long whatever else is, and deleted
+    then if the job has ended. `for_s: null` takes the time away again."""
+    until_s = None if body.for_s is None else runtime.wall_time_s() + body.for_s
+    return await parts.store.call(_keep, caller.tenant_id, job, version, until_s)
+
+
+def _keep(
+    store: Store, tenant_id: TenantId, job: str, version: str, until_s: float | None
+) -> VersionInfo:
+    served = find_version(store, tenant_id, f"{job}@{version}")
+    assert served is not None, "a name with @ is no base"
+    store.keep_until(tenant_id, job, served.version, until_s)
     listed = _versions(store, tenant_id, job).versions
     return next(row for row in listed if row.version == served.version)
 

@@ -19,10 +19,14 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from marlaas.errors import InvalidRequest
+from marlaas.errors import InvalidRequest, StoreUnavailable
 from marlaas.service.parts import Parts
+from marlaas.store.db import Store
 
 _LOG = logging.getLogger(__name__)
+
+EXPIRY_PERIOD_S = 600.0
+"""How often versions whose time to live is over are looked for."""
 
 BACKLOG = 128
 """Connections that may wait, hence how many are accepted in one turn of the event loop: thousands
@@ -77,6 +81,7 @@ async def run(
     looping = asyncio.create_task(parts.controller.serve(), name="controller")
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     stopping = asyncio.create_task((until or _signalled)(), name="end")
+    tidying = asyncio.create_task(_drop_expired(parts), name="expiry")
     try:
         await asyncio.wait({looping, serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         _LOG.info("draining", extra={"drain_s": drain_s})
@@ -88,12 +93,22 @@ async def run(
         if late:
             _LOG.warning("not drained in time", extra={"late": [task.get_name() for task in late]})
     finally:
-        for task in (looping, serving, stopping):
+        for task in (looping, serving, stopping, tidying):
             task.cancel()
         ends = await asyncio.gather(looping, serving, return_exceptions=True)
     for end in ends:
         if isinstance(end, BaseException) and not isinstance(end, asyncio.CancelledError):
             raise end
+
+
+async def _drop_expired(parts: Parts) -> None:
+    """Delete versions whose time to live is over, now and then."""
+    while True:
+        try:
+            await parts.store.call(Store.drop_expired)
+        except StoreUnavailable as error:
+            _LOG.warning("expired versions stay for now", extra={"reason": str(error)})
+        await asyncio.sleep(EXPIRY_PERIOD_S)
 
 
 class _Server(uvicorn.Server):

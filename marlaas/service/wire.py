@@ -398,6 +398,13 @@ class StepPage(Answer):
     """Hand it to `after` for later steps."""
 
 
+class KeepBody(Body):
+    """How long a version is to live."""
+
+    for_s: Annotated[float, Field(ge=0, le=1e9)] | None
+    """Seconds from now; null: as long as the job's settings say."""
+
+
 class EvaluationBody(Body):
     """A version to judge once more."""
 

@@ -49,6 +49,7 @@ CROSS_TENANT = (
     "close",
     "backup",
     "all_jobs",
+    "drop_expired",
     "tenants",
     "add_tenant",
     "update_tenant",

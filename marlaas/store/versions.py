@@ -16,7 +16,7 @@ from marlaas.errors import Conflict, NotFound, StoreUnavailable
 from marlaas.store.database import insert_into, prepared
 from marlaas.store.groups import Groups
 from marlaas.store.schema import evaluations, jobs, versions
-from marlaas.types import TenantId
+from marlaas.types import JobState, TenantId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,8 @@ class StoredVersion:
     success: float | None
     """Of its evaluation on held-out prompts; None until there is one."""
     expires_s: float | None
-    """Its adapter is kept at least until then; None leaves it to the kept set."""
+    """Its adapter is kept at least until then, and deleted after if the job has ended; None leaves
+    it to the kept set."""
 
 
 _OF_JOB = (versions.c.tenant_id == bindparam("tenant"), versions.c.job == bindparam("of_job"))
@@ -63,6 +64,16 @@ _KEPT = sa.select(versions.c.version, versions.c.expires_s).where(
 _KEEP = sa.update(versions).where(*_THIS).values(has_adapter=1, adapter_bytes=bindparam("size"))
 _KEEP_UNTIL = sa.update(versions).where(*_THIS).values(expires_s=bindparam("until"))
 _FORGET = sa.update(versions).where(*_THIS).values(has_adapter=0, adapter_bytes=0)
+_EXPIRED = (
+    sa.select(versions.c.tenant_id, versions.c.job, versions.c.version)
+    .join(jobs, (jobs.c.tenant_id == versions.c.tenant_id) & (jobs.c.name == versions.c.job))
+    .where(
+        versions.c.has_adapter == 1,
+        versions.c.expires_s <= bindparam("now"),
+        jobs.c.state.in_(state.value for state in JobState if state.is_terminal),
+        sa.or_(jobs.c.promoted.is_(None), jobs.c.promoted != versions.c.version),
+    )
+)
 _PROMOTED = sa.select(jobs.c.promoted).where(
     jobs.c.tenant_id == bindparam("tenant"), jobs.c.name == bindparam("of_job")
 )
@@ -133,8 +144,8 @@ class Versions(Groups):
     def keep_until(
         self, tenant_id: TenantId, job: str, version: int, expires_s: float | None
     ) -> None:
-        """Keep a version's adapter at least until a time since the epoch, whatever the kept set
-        is; None leaves it to the kept set again.
+        """Keep a version's adapter until a time since the epoch, whatever the kept set is; None
+        leaves it to the kept set again. `drop_expired` deletes it once its time is over.
 
         Raises:
             NotFound: this tenant has no such version.
@@ -144,6 +155,25 @@ class Versions(Groups):
         values = {"tenant": tenant_id, "of_job": job, "of_version": version, "until": expires_s}
         with self._transaction() as db:
             db.execute(_KEEP_UNTIL, values)
+
+    def drop_expired(self) -> int:
+        """Delete the adapters whose time is over, of all tenants' jobs that have ended; return how
+        many. The promoted version of a job stays."""
+        rows = self._rows(_EXPIRED, {"now": runtime.wall_time_s()})
+        if not rows:
+            return 0
+        gone = [(TenantId(row.tenant_id), row.job, row.version) for row in rows]
+        with self._transaction() as db:
+            db.execute(
+                _FORGET,
+                [
+                    {"tenant": tenant_id, "of_job": job, "of_version": version}
+                    for tenant_id, job, version in gone
+                ],
+            )
+        for tenant_id, job, version in gone:
+            self.files.delete_adapter(tenant_id, job, version)
+        return len(gone)
 
     def prune_adapters(self, tenant_id: TenantId, job: str, keep: set[int]) -> None:
         """Forget and delete adapter folders, but for `keep`, the promoted version, and those that

@@ -67,6 +67,7 @@ RULES = [
     Rule("GET", "/v1/jobs/{job}/versions/{version}/adapter", TENANT),
     Rule("GET", "/v1/jobs/{job}/versions/{version}/merged", TENANT),
     Rule("POST", "/v1/jobs/{job}/versions/{version}/promote", TENANT),
+    Rule("POST", "/v1/jobs/{job}/versions/{version}/keep", TENANT, body={"json": {"for_s": 60}}),
     Rule("POST", "/v1/sweeps", TENANT, ok=201, foreign=201, body={"json": SWEEP}),
     Rule("GET", "/v1/sweeps/{sweep}", TENANT),
     Rule("PUT", "/v1/prompts/{prompts}", TENANT, **OWN, body={"content": PROMPTS}),

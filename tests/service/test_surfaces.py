@@ -21,6 +21,7 @@ from marlaas.service.app import STATUS, status_of
 from marlaas.service.logs import JsonFormatter, mask
 from marlaas.service.telemetry import MAX_TENANTS, Telemetry
 from marlaas.service.wire import ChatBody, CompletionBody, JobBody
+from marlaas.store.db import Store
 from marlaas.store.files import Files
 from marlaas.types import TenantId
 from tests.service.bench import SETTINGS, SUMS, Bench, bench
@@ -84,6 +85,30 @@ async def test_a_version_is_promoted_and_an_older_one_again(tmp_path: Path) -> N
         assert (await service.get("/v1/jobs/sums"))["promoted"] == 2
         assert [row["version"] for row in rows if row["is_latest"]] == [3]
         assert sum(row["is_best"] for row in rows) == 1
+
+
+async def test_a_version_lives_as_long_as_it_was_told_to(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        await trained(service)
+
+        async def kept() -> list[int]:
+            rows = (await service.get("/v1/jobs/sums/versions"))["versions"]
+            return [row["version"] for row in rows if row["has_adapter"]]
+
+        before = await kept()
+        path = "/v1/jobs/sums/versions/2/keep"
+        assert (await service.call("POST", path, json={"for_s": 3600})).json()["expires_s"]
+        assert await service.parts.store.call(Store.drop_expired) == 0
+        await service.call("POST", path, json={"for_s": None})
+        assert await service.parts.store.call(Store.drop_expired) == 0
+        assert await kept() == before
+        await service.call("POST", path, json={"for_s": 0})
+        await service.call("POST", "/v1/jobs/sums/versions/3/promote")
+        await service.call("POST", "/v1/jobs/sums/versions/3/keep", json={"for_s": 0})
+        assert await service.parts.store.call(Store.drop_expired) == 1
+        assert await kept() == [version for version in before if version != 2]
+        answer = await service.call("POST", path, json={"for_s": 60})
+        assert answer.status_code == 404, "what is gone cannot be kept"
 
 
 # ---------------------------------------------------------------------------------------------
