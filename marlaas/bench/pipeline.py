@@ -292,7 +292,8 @@ def _plot(rows: Sequence[Row], out: Path) -> None:
     left.set(xscale="log", yscale="log", xlabel="jobs", ylabel="makespan, s")
     right.plot(jobs, [row.busy_share for row in rows], "o-", label="workers busy")
     right.plot(jobs, [row.limit_fraction for row in rows], "o-", label="fraction of the limit")
-    right.set(xscale="log", xlabel="jobs", ylim=(0, 1.02))
+    right.plot(jobs, [row.bound_fraction for row in rows], "o-", label="fraction of the bound")
+    right.set(xscale="log", xlabel="jobs", ylim=(0, 1.05))
     for axes in (left, right):
         axes.set_xticks(jobs, [str(number) for number in jobs], minor=False)
         axes.minorticks_off()
