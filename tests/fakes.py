@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +188,16 @@ class ScriptedEnv:
     async def close(self) -> None:
         assert not self.is_closed
         self.is_closed = True
+
+
+def job(name: str = "say-y", tenant: str = "acme", **changes: object) -> JobSpec:
+    """Return a short job in the scripted family, with some of it changed."""
+    env = {"family": "scripted", **changes.pop("env", {})}
+    spec = JobSpec(
+        tenant=tenant, name=name, env=env, steps=5, prompts_per_step=2, group_size=4,
+        max_tokens=8, learning_rate=5.0, eval_prompts=8, straggler_deadline_s=30.0,
+    )  # fmt: skip
+    return replace(spec, **changes)
 
 
 # ---------------------------------------------------------------------------------------------

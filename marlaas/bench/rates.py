@@ -25,8 +25,6 @@ POLICY = PolicyId("bench/rates")
 ROUNDS = 3
 """Repetitions of each kind; the best one counts."""
 
-KINDS: tuple[str, ...] = ("decode", "prefill", "train", "score")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -102,6 +100,8 @@ async def _score(worker: LocalWorker, shape: Shape, round_: int) -> None:
 
 
 _WORK = {"prefill": _prefill, "decode": _decode, "train": _train, "score": _score}
+
+KINDS = tuple(_WORK)
 
 
 def _datum(shape: Shape, idx: int) -> Datum:

@@ -15,9 +15,10 @@ import gzip
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Concatenate, ParamSpec
 
 from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
@@ -35,6 +36,8 @@ from marlaas.service.places import JobName, VersionName
 from marlaas.service.wire import KeepBody, Responses, VersionInfo, VersionList
 from marlaas.store.db import Store
 from marlaas.types import TenantId
+
+P = ParamSpec("P")
 
 router = APIRouter(tags=["adapters"])
 
@@ -71,15 +74,7 @@ async def promote(
 ) -> VersionInfo:
     """Make a version the one that `JOB@promoted` means. It is kept until another one is promoted:
     promoting an older one again is how to roll back."""
-    return await parts.store.call(_promote, caller.tenant_id, job, version)
-
-
-def _promote(store: Store, tenant_id: TenantId, job: str, version: str) -> VersionInfo:
-    served = find_version(store, tenant_id, f"{job}@{version}")
-    assert served is not None, "a name with @ is no base"
-    store.promote(tenant_id, job, served.version)
-    listed = _versions(store, tenant_id, job).versions
-    return next(row for row in listed if row.version == served.version)
+    return await parts.store.call(_change, caller.tenant_id, job, version, Store.promote)
 
 
 @router.post("/v1/jobs/{job}/versions/{version}/keep")
@@ -89,15 +84,24 @@ async def keep(
     """Give a version a time to live: its adapter is kept that long whatever else is, and deleted
     then if the job has ended. `for_s: null` takes the time away again."""
     until_s = None if body.for_s is None else runtime.wall_time_s() + body.for_s
-    return await parts.store.call(_keep, caller.tenant_id, job, version, until_s)
+    return await parts.store.call(
+        _change, caller.tenant_id, job, version, Store.keep_until, until_s
+    )
 
 
-def _keep(
-    store: Store, tenant_id: TenantId, job: str, version: str, until_s: float | None
+def _change(
+    store: Store,
+    tenant_id: TenantId,
+    job: str,
+    version: str,
+    verb: Callable[Concatenate[Store, TenantId, str, int, P], None],
+    *args: P.args,
+    **kwargs: P.kwargs,
 ) -> VersionInfo:
+    """Do something with a version and return what is now kept of it."""
     served = find_version(store, tenant_id, f"{job}@{version}")
     assert served is not None, "a name with @ is no base"
-    store.keep_until(tenant_id, job, served.version, until_s)
+    verb(store, tenant_id, job, served.version, *args, **kwargs)
     listed = _versions(store, tenant_id, job).versions
     return next(row for row in listed if row.version == served.version)
 

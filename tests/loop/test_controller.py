@@ -23,18 +23,10 @@ from tests.fakes import (
     ScriptedFamily,
     Speed,
     family_of,
+    job,
 )
 
 Script = Callable[["Run"], Coroutine[None, None, None]]
-
-
-def job(name: str = "say-y", tenant: str = "acme", **changes: object) -> JobSpec:
-    env = {"family": "scripted", **changes.pop("env", {})}
-    spec = JobSpec(
-        tenant=tenant, name=name, env=env, steps=5, prompts_per_step=2, group_size=4,
-        max_tokens=8, learning_rate=5.0, eval_prompts=8, straggler_deadline_s=30.0,
-    )  # fmt: skip
-    return replace(spec, **changes)
 
 
 class Run:
