@@ -45,7 +45,7 @@ DISTRIBUTIONS = {"yaml": "pyyaml", "pydantic": "fastapi", "starlette": "fastapi"
 """Where a module comes from, if not from the distribution of its name; of those that fastapi stands
 on, fastapi decides the version."""
 
-EXTRAS = {"gguf", "psycopg"}
+EXTRAS = {"gguf", "peft", "psycopg"}
 """Modules that only an extra brings; who needs them says so when they are missing."""
 
 

@@ -22,40 +22,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from marlaas.bench import machine
-from marlaas.runtime import cpu_s, now_s, rng
+from marlaas.runtime import rng
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # Before torch is loaded.
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from marlaas.engine.adapter_io import target_kinds
+from marlaas.bench.synthetic import clock_s, load, random_data, random_slot, time_s
 from marlaas.engine.generator import BatchGenerator
 from marlaas.engine.trainer import LoraTrainer
 from marlaas.engine.types import SequenceRequest
-from marlaas.model.base import BaseModel, adopt, load_base
-from marlaas.model.lora import Slot, init_adapter
-from marlaas.text.bases import packaged_folder
-from marlaas.types import AdamParams, AdapterSpec, Datum, Objective, SamplingParams
+from marlaas.model.base import BaseModel
+from marlaas.model.lora import Slot
+from marlaas.types import AdamParams, AdapterSpec, Objective, SamplingParams
 
 MIXED_RANKS = (4, 8, 16, 32)
 
 PROMPT_TOKENS = 32
-SEQUENCE_TOKENS = 64
-"""Longest sequence of the update benchmark; more tokens a policy are several sequences."""
-
-SMOLLM2_SHAPE = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-SMOLLM2_LAYERS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +69,6 @@ QUICK_PLANS: Mapping[str, Plan] = {
         PLANS["smollm2-135m"], batch_sizes=(32,), update_rounds=2, policy_tokens=(16,)
     ),
 }
-QUICK_LAYERS = 6
-"""Layers of the SmolLM2 shape with `--quick`; all layers are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +104,8 @@ def measure_decode(base: BaseModel, plan: Plan, batch_size: int) -> list[Measure
     }
     measured = []
     for name, (ranks_together, ranks_apart) in cases.items():
-        together_slots = [_random_slot(base, rank, idx) for idx, rank in enumerate(ranks_together)]
-        apart_slots = [_random_slot(base, rank, 1000 + rank) for rank in ranks_apart]
+        together_slots = [random_slot(base, rank, idx) for idx, rank in enumerate(ranks_together)]
+        apart_slots = [random_slot(base, rank, 1000 + rank) for rank in ranks_apart]
         together = _decoding(base, plan, batch_size, together_slots)
         apart = [_decoding(base, plan, batch_size, [slot]) for slot in apart_slots]
         rounds = [
@@ -134,14 +116,6 @@ def measure_decode(base: BaseModel, plan: Plan, batch_size: int) -> list[Measure
         for slot in [*together_slots, *apart_slots]:
             base.bank.free(slot)
     return measured
-
-
-def _random_slot(base: BaseModel, rank: int, seed: int) -> Slot:
-    kinds = target_kinds(AdapterSpec(rank=rank))
-    slot = base.bank.allocate(rank=rank, scale=2.0, kinds=kinds)
-    layout = base.bank.bucket(rank).layout
-    base.bank.write(slot, init_adapter(layout, rank=rank, kinds=kinds, seed=seed))
-    return slot
 
 
 def _decoding(
@@ -178,9 +152,9 @@ def _steps_s(generator: BatchGenerator, plan: Plan) -> float:
     """Return the median time of the next steps."""
     times = []
     for _ in range(plan.decode_steps):
-        started = _clock_s()
+        started = clock_s()
         _, work = generator.step()
-        times.append(_clock_s() - started)
+        times.append(clock_s() - started)
         assert work is not None
         assert work.kind == "decode"
     return statistics.median(times)
@@ -197,8 +171,8 @@ def measure_update(base: BaseModel, plan: Plan, num_tokens: int) -> Measured:
     for key in range(plan.num_adapters):
         spec = AdapterSpec(rank=MIXED_RANKS[key % len(MIXED_RANKS)], seed=key)
         trainer.create(key, spec)
-        slots[key] = _random_slot(base, spec.rank, key)
-        data[key] = _data(base, num_tokens, key)
+        slots[key] = random_slot(base, spec.rank, key)
+        data[key] = random_data(base, num_tokens, key)
     keys = list(slots)
 
     def update(members: Sequence[int]) -> None:
@@ -215,31 +189,13 @@ def measure_update(base: BaseModel, plan: Plan, num_tokens: int) -> Measured:
     update(keys)
     update(keys[:1])
     rounds = [
-        (_time_s(lambda: update(keys)), _time_s(lambda: [update([key]) for key in keys]))
+        (time_s(lambda: update(keys)), time_s(lambda: [update([key]) for key in keys]))
         for _ in range(plan.update_rounds)
     ]
     for slot in slots.values():
         base.bank.free(slot)
     name = f"update, {num_tokens} tokens a policy"
     return _as_measured(name, rounds, plan.num_adapters * num_tokens)
-
-
-def _data(base: BaseModel, num_tokens: int, seed: int) -> list[Datum]:
-    """Return sequences of `num_tokens` tokens in all, the second half of each to be trained."""
-    chance = rng("datum", seed)
-    data = []
-    for start in range(0, num_tokens, SEQUENCE_TOKENS):
-        length = min(SEQUENCE_TOKENS, num_tokens - start)
-        is_trained = np.arange(length) >= length // 2
-        data.append(
-            Datum(
-                tokens=chance.integers(base.vocab_size, size=length).astype(np.int32),
-                weights=is_trained.astype(np.float32),
-                advantages=chance.standard_normal(length).astype(np.float32),
-                sampling_logprobs=np.full(length, -5.0, dtype=np.float32),
-            )
-        )
-    return data
 
 
 # ---------------------------------------------------------------------------------------------
@@ -257,14 +213,6 @@ def measure(base: BaseModel, plan: Plan, report: Callable[[str], None]) -> list[
         rows.append(measure_update(base, plan, num_tokens))
         report(_line(base.name, rows[-1]))
     return rows
-
-
-def smollm2_shaped(num_layers: int) -> BaseModel:
-    """Return a random base of SmolLM2-135M's shape."""
-    config = LlamaConfig(**SMOLLM2_SHAPE, num_hidden_layers=num_layers)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return adopt(LlamaForCausalLM(config), f"SmolLM2-135M shape, {num_layers} layers, random")
 
 
 def summarize(rows: Mapping[str, Sequence[Measured]]) -> dict[str, float]:
@@ -325,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: dict[str, list[Measured]] = {}
     for name, plan in (QUICK_PLANS if options.quick else PLANS).items():
         if name in (options.base or PLANS):
-            base = _base(name, is_quick=options.quick)
+            base = load(name, is_quick=options.quick)
             rows[base.name] = measure(base, plan, print)
     result = {
         **summarize(rows),
@@ -344,15 +292,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _base(name: str, *, is_quick: bool) -> BaseModel:
-    if name == "tiny":
-        base = load_base(packaged_folder("tiny"))
-    else:
-        base = smollm2_shaped(QUICK_LAYERS if is_quick else SMOLLM2_LAYERS)
-    base.prepack()
-    return base
-
-
 # ---------------------------------------------------------------------------------------------
 # Small things
 
@@ -366,17 +305,6 @@ def _as_measured(name: str, rounds: Sequence[tuple[float, float]], tokens: int) 
         tokens=tokens,
         ratios=tuple(one / all_of_them for all_of_them, one in rounds),
     )
-
-
-def _time_s(work: Callable[[], object]) -> float:
-    started = _clock_s()
-    work()
-    return _clock_s() - started
-
-
-def _clock_s() -> float:
-    """Return CPU time where one thread does everything: other processes do not enter it."""
-    return cpu_s() if torch.get_num_threads() == 1 else now_s()
 
 
 def _quartiles(row: Measured) -> tuple[float, float]:

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from marlaas.errors import CapacityExceeded
 from marlaas.model.lora_decode import AdapterRow, DecodePart, DecodeTables
-from marlaas.model.prepack import MIN_ROWS, PackedWeight, should_prepack
+from marlaas.model.prepack import PackedWeight, should_prepack
 from marlaas.runtime import derive_seed
 from marlaas.types import RANK_BUCKETS, TARGET_GROUPS
 
@@ -707,13 +707,13 @@ class MultiLoraLinear(nn.Linear):
 
     def product(self, x_ND: Tensor) -> Tensor:
         """Return the base's output [N, O] alone; no gradient is recorded."""
-        if self.packed is not None and x_ND.shape[0] >= MIN_ROWS:
+        if self.packed is not None and self.packed.pays(x_ND.shape[0]):
             return self.packed.product(x_ND, self.bias)
         return F.linear(x_ND, self.weight, self.bias)
 
     def back(self, grad_NO: Tensor) -> Tensor:
         """Return the gradient [N, D] that the base's product sends to its input."""
-        if self.packed is not None and grad_NO.shape[0] >= MIN_ROWS:
+        if self.packed is not None and self.packed.pays(grad_NO.shape[0]):
             return self.packed.back(grad_NO)
         return grad_NO @ self.weight
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from marlaas.bench import machine, mixed
+from marlaas.bench import machine, mixed, synthetic
 from tests.models import random_llama
 
 SMALL = mixed.Plan(
@@ -42,7 +42,7 @@ def test_the_summary_takes_the_smaller_ratio_of_the_bases():
 def test_the_data_of_a_policy_have_as_many_tokens_as_they_should():
     base = random_llama()
     for num_tokens in (16, 64, 128, 130):
-        data = mixed._data(base, num_tokens, seed=0)
+        data = synthetic.random_data(base, num_tokens, seed=0)
         assert sum(len(datum.tokens) for datum in data) == num_tokens
         assert all(0 < datum.weights.sum() < len(datum.tokens) for datum in data)
 

@@ -9,7 +9,7 @@ from marlaas.config import RunSettings, resolve
 from marlaas.engine.self_check import check_base
 from marlaas.engine.trainer import LoraTrainer
 from marlaas.model.lora import MultiLoraLinear
-from marlaas.model.prepack import MIN_ROWS, PackedWeight, is_available, padded_rows
+from marlaas.model.prepack import PackedWeight, is_available, padded_rows
 from marlaas.types import AdapterSpec, Objective
 from tests.engine.data import host, random_group
 from tests.models import random_llama, random_qwen3
@@ -29,7 +29,7 @@ def pack(base) -> None:
 
 
 @needs_packing
-@pytest.mark.parametrize("num_rows", [1, 3, MIN_ROWS, 100])
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 100])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_packed_weight_multiplies_like_the_weight(num_rows: int, has_bias: bool) -> None:
     torch.manual_seed(0)
@@ -73,7 +73,14 @@ def test_rows_are_padded_to_few_numbers() -> None:
     """oneDNN keeps a kernel for each number of rows."""
     padded = [padded_rows(num_rows) for num_rows in range(1, 1025)]
     assert all(have >= need for need, have in enumerate(padded, 1))
-    assert len(set(padded)) == 16 + 28
+    assert len(set(padded)) == 7 + 16 + 28
+
+
+@needs_packing
+def test_a_packed_copy_is_used_once_there_is_enough_to_multiply() -> None:
+    small, large = PackedWeight(torch.ones(192, 192)), PackedWeight(torch.ones(4096, 192))
+    assert [small.pays(num_rows) for num_rows in (1, 8, 64)] == [False, False, True]
+    assert large.pays(1)
 
 
 @needs_packing
