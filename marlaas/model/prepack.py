@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from marlaas.runtime import cpu_s
 
-MIN_WORK = 1 << 19
+MIN_WORK = 1 << 18
 """Multiplications from which on a packed product is faster. Below, the 8 us that it takes to begin
 weigh more: one row times 192 x 192 takes 3 us plain, 11 packed; times 576 x 49,152 7 and 3 ms."""
 
