@@ -104,6 +104,17 @@ class GenerateRequest:
     prompt_logprobs: bool = False
     """Also score the tokens of the context."""
     topk_prompt_logprobs: int = 0
+    """Most likely tokens to report at each position of the context."""
+    target_prompt_ids: np.ndarray | None = None
+    """int32 [T, K]. Tokens to score at each position of the context, beside the one that stands
+    there; -1: no such cell. Row 0 has none."""
+    prompt_alt_tokens_k: int = 0
+    """Tokens to draw at each position of the context, at the temperature, with replacement."""
+    prompt_logprobs_from: int = 0
+    """Whatever is asked of the context is asked of entries from here on: what is before may come
+    from memory."""
+    topk_sample_logprobs: int = 0
+    """Most likely tokens to report with each sampled one."""
     in_flight: bool = False
     """Take newer versions of the policy at token boundaries instead of staying pinned."""
 
@@ -123,11 +134,22 @@ class Completion:
     adapter_hash: str
     """Content hash of the adapter that sampled the first token; empty for the base model."""
     prompt_logprobs: np.ndarray | None = None
-    """float32 [T], NaN at 0; only when asked for. Temperature 1."""
+    """float32 [T], NaN at 0 and before `prompt_logprobs_from`; only when asked for. Temperature 1,
+    as all that is said of the context."""
     topk_prompt_ids: np.ndarray | None = None
-    """int32 [T, k]."""
+    """int32 [T, k], -1 where there is none."""
     topk_prompt_logprobs: np.ndarray | None = None
-    """float32 [T, k]."""
+    """float32 [T, k], NaN where there is none."""
+    target_prompt_logprobs: np.ndarray | None = None
+    """float32 [T, K], NaN where `target_prompt_ids` has no cell."""
+    prompt_alt_ids: np.ndarray | None = None
+    """int32 [T, k], -1 where there is none."""
+    prompt_alt_logprobs: np.ndarray | None = None
+    """float32 [T, k]. Under the distribution that they were drawn from, as of sampled tokens."""
+    topk_sample_ids: np.ndarray | None = None
+    """int32 [C, k], the most likely first."""
+    topk_sample_logprobs: np.ndarray | None = None
+    """float32 [C, k]. At the temperature, before any truncation."""
     num_cached_tokens: int = 0
     """Context tokens that did not have to be computed for this call."""
 
@@ -178,10 +200,14 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
-    """One training example of one policy: a whole token sequence and what to do with each token."""
+    """One training example of one policy: a whole token sequence and what to do with each token.
+
+    With `targets` of K tokens per entry every array but `tokens` has their shape [T, K], and what
+    is said of a token holds for a cell.
+    """
 
     tokens: np.ndarray
-    """int32 [T]."""
+    """int32 [T]. What the model reads; the last one is never read."""
     weights: np.ndarray
     """float32 [T]. Loss weight, normaliser included; 0 on tokens that are not trained."""
     advantages: np.ndarray
@@ -192,6 +218,14 @@ class Datum:
     """float32 [T]. Under the frozen base; only when the objective has a KL term."""
     temperature: float = 1.0
     """The temperature the tokens were sampled at; logits are divided by it in training too."""
+    targets: np.ndarray | None = None
+    """int32 [T] or [T, K]. The token or tokens that entry t is about, predicted at position t - 1;
+    None: tokens[t] itself. -1: no such cell. Entry 0 is about nothing."""
+    is_scored_everywhere: bool = False
+    """The output has logprobs of every entry from 1 on, trained or not."""
+    loss_inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """float32, in the shape of `weights`: parameters of the objective token by token, see
+    `LOSS_INPUTS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,9 +243,20 @@ OBJECTIVE_PARAMS: Mapping[str, Mapping[str, float]] = {
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0},
     "cispo": {"clip_low": 1.0, "clip_high": 4.0, "kl_coef": 0.0},
     "dppo_tis": {"cap": 2.0, "delta": 0.2, "log_ratio_penalty": 1e-3, "kl_coef": 0.0},
+    "dro": {"beta": 0.05, "kl_coef": 0.0},
 }
 """Token objectives with their parameters and defaults; `engine/objectives.py` has the formulas.
-`clip_low` and `clip_high` are distances from 1: ratios stay in [1 - clip_low, 1 + clip_high]."""
+`clip_low` and `clip_high` are distances from 1: ratios stay in [1 - clip_low, 1 + clip_high]. They
+may be negative: both bounds may lie on one side of 1."""
+
+LOSS_INPUTS: Mapping[str, tuple[str, ...]] = {
+    "ppo": ("clip_low", "clip_high"),
+    "gspo": ("clip_low", "clip_high", "ratio_mask"),
+    "cispo": ("clip_low", "clip_high"),
+}
+"""What `Datum.loss_inputs` may hold, by objective: bounds token by token, in place of the
+parameters, and `ratio_mask`, not 0 on the tokens that a sequence's ratio is the mean over (without
+it: the trained ones)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +264,8 @@ class DatumOutput:
     """What a forward pass says of one datum."""
 
     logprobs: np.ndarray
-    """float32 [T]. Train logprobs where `weights` is not 0 (everywhere for `forward`), else 0."""
+    """float32 [T], or [T, K] as `targets`. Train logprobs where `weights` is not 0 (everywhere for
+    `forward` and with `is_scored_everywhere`), else 0."""
     loss: float
     """The datum's share of the loss: sum over tokens of weight x token loss."""
     counts: Mapping[str, float] = field(default_factory=dict)
@@ -384,7 +430,8 @@ class Trainer(Protocol):
     async def forward(
         self, policy_id: PolicyId | None, version: int, data: Sequence[Datum]
     ) -> list[DatumOutput]:
-        """Logprobs of every token under a live version, or under the base (None)."""
+        """Logprobs of every token under a live version, under the newest one even before it is
+        live, or under the base (None)."""
         ...
 
     async def optim_step(
@@ -396,6 +443,16 @@ class Trainer(Protocol):
         version advances all the same: a step without update is a step of the clock. The new
         version is not live until `publish`: the caller commits its record first.
         """
+        ...
+
+    async def zero_grad(self, policy_id: PolicyId) -> None:
+        """Clear the accumulated gradient and what was wrong with it, once the passes and steps that
+        were called before are done. Weights, moments and clocks stay."""
+        ...
+
+    async def save_state(self, policy_id: PolicyId, path: str) -> None:
+        """Write a state snapshot as of the last step that was called before; an accumulated
+        gradient is no part of it, and stays."""
         ...
 
     async def publish(self, policy_id: PolicyId, version: int) -> None:

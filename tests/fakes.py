@@ -16,7 +16,7 @@ import numpy as np
 
 from marlaas import runtime
 from marlaas.envs.base import EnvStep
-from marlaas.errors import EnvironmentFailure, FailureKind, NotFound, WorkerLost
+from marlaas.errors import EnvironmentFailure, FailureKind, InvalidRequest, NotFound, WorkerLost
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.types import (
@@ -361,7 +361,18 @@ class FakeWorker:
         self._count("decode", self.speed.token_s / 4, len(tokens))
         versions = np.full(len(tokens), request.version, dtype=np.int32)
         adapter_hash = hash_of(pinned) if request.policy_id else ""
-        return self._completion(request, tokens, logprobs, stop_reason, versions, adapter_hash)
+        scores = _scores_of_context(request, pinned)
+        if request.topk_sample_logprobs:
+            logprob_V = logprobs_of(pinned, request.sampling.temperature)
+            best = np.argsort(-logprob_V, kind="stable")[: request.topk_sample_logprobs]
+            scores["topk_sample_ids"] = np.tile(ALPHABET[best], (len(tokens), 1))
+            scores["topk_sample_logprobs"] = np.tile(
+                logprob_V[best].astype(np.float32), (len(tokens), 1)
+            )
+        return replace(
+            self._completion(request, tokens, logprobs, stop_reason, versions, adapter_hash),
+            **scores,
+        )
 
     async def _generate_in_flight(self, request: GenerateRequest, policy: FakePolicy) -> Completion:
         tokens: list[int] = []
@@ -452,24 +463,34 @@ class FakeWorker:
         self, policy_id: PolicyId, data: Sequence[Datum], objective: Objective
     ) -> list[DatumOutput]:
         policy = self._policy(policy_id)
+        _check(data)
         await self._train_work(data)
         outputs = []
         for datum in data:
             assert (datum.reference_logprobs is not None) == ("kl_coef" in objective.params)
             logprobs = self._score(policy.logits, datum)
-            trained = np.flatnonzero(datum.weights)
-            ratio = np.exp(logprobs[trained] - datum.sampling_logprobs[trained])
-            scale = (datum.weights * datum.advantages)[trained] * np.minimum(ratio, 2.0)
+            trained = np.nonzero(datum.weights)
+            if objective.name == "cross_entropy":
+                scale = datum.weights[trained]
+            else:
+                ratio = np.exp(logprobs[trained] - datum.sampling_logprobs[trained])
+                scale = (datum.weights * datum.advantages)[trained] * np.minimum(ratio, 2.0)
             gradient = np.zeros(len(ALPHABET))
-            for token, weight in zip(datum.tokens[trained].tolist(), scale.tolist(), strict=True):
-                gradient[INDEX[token]] += weight
+            targets = _targets(datum)[trained]
+            for token, weight in zip(targets.tolist(), scale.tolist(), strict=True):
+                if token in INDEX:
+                    gradient[INDEX[token]] += weight
             probability_V = np.exp(logprobs_of(policy.logits, datum.temperature))
             gradient -= scale.sum() * probability_V
             before = 0.0 if policy.gradient is None else policy.gradient
             policy.gradient = before + gradient / datum.temperature
             outputs.append(
                 DatumOutput(
-                    logprobs=np.where(datum.weights != 0, logprobs, 0).astype(np.float32),
+                    logprobs=(
+                        logprobs
+                        if datum.is_scored_everywhere
+                        else np.where(datum.weights != 0, logprobs, 0).astype(np.float32)
+                    ),
                     loss=-float(scale.sum()),
                     counts={"masked": 0.0},
                 )
@@ -481,7 +502,10 @@ class FakeWorker:
     ) -> list[DatumOutput]:
         logits = np.zeros(len(ALPHABET))
         if policy_id is not None:
-            logits = self._policy(policy_id).live[version]
+            policy = self._policy(policy_id)
+            is_newest = policy.is_trained and version == policy.version
+            logits = policy.logits if is_newest else policy.live[version]
+        _check(data)
         await self._train_work(data)
         return [DatumOutput(logprobs=self._score(logits, datum), loss=0.0) for datum in data]
 
@@ -505,6 +529,15 @@ class FakeWorker:
             adapter_hash=hash_of(policy.logits),
             is_vetoed=is_vetoed,
         )
+
+    async def zero_grad(self, policy_id: PolicyId) -> None:
+        await self._work(self.speed.call_s)
+        self._policy(policy_id).gradient = None
+
+    async def save_state(self, policy_id: PolicyId, path: str) -> None:
+        await self._work(self.speed.call_s)
+        policy = self._policy(policy_id)
+        _write(Path(path), policy.version, policy.logits)
 
     async def publish(self, policy_id: PolicyId, version: int) -> None:
         await self._work(self.speed.call_s)
@@ -539,11 +572,15 @@ class FakeWorker:
 
     def _score(self, logits: np.ndarray, datum: Datum) -> np.ndarray:
         logprob_V = logprobs_of(logits, datum.temperature)
-        return np.array(
+        targets = _targets(datum)
+        scores = np.array(
             [logprob_V[INDEX[t]] + self.skew if t in INDEX else UNKNOWN_LOGPROB
-             for t in datum.tokens.tolist()],
+             for t in targets.ravel().tolist()],
             dtype=np.float32,
         )  # fmt: skip
+        if datum.targets is not None:
+            scores[targets.ravel() < 0] = 0.0
+        return scores.reshape(targets.shape)
 
     async def _train_work(self, data: Sequence[Datum]) -> None:
         count = sum(len(datum.tokens) for datum in data)
@@ -554,6 +591,56 @@ class FakeWorker:
     def _count(self, kind: str, seconds_per_token: float, tokens: int) -> None:
         self.tokens[kind] += tokens
         self.busy_s[kind] += seconds_per_token * tokens
+
+
+def _targets(datum: Datum) -> np.ndarray:
+    return datum.tokens if datum.targets is None else datum.targets
+
+
+def _check(data: Sequence[Datum]) -> None:
+    """Refuse what the engine would refuse."""
+    for idx, datum in enumerate(data):
+        shape = _targets(datum).shape
+        for name in ("weights", "advantages", "sampling_logprobs"):
+            values = getattr(datum, name)
+            if values.shape != shape:
+                raise InvalidRequest(
+                    f"datum {idx}: {name} has shape {values.shape}; expected {shape}"
+                )
+            if not np.isfinite(values).all():
+                raise InvalidRequest(f"datum {idx}: {name} holds a number that is not finite")
+
+
+def _scores_of_context(request: GenerateRequest, logits: np.ndarray) -> dict[str, np.ndarray]:
+    """Return what a request asks to be said of its context, as fields of a `Completion`."""
+    logprob_V = logprobs_of(logits)
+    first = max(request.prompt_logprobs_from, 1)
+    num_tokens = len(request.tokens)
+
+    def scores(ids: np.ndarray) -> np.ndarray:
+        known = {token: logprob_V[index] for token, index in INDEX.items()}
+        values = [np.nan if t < 0 else known.get(t, UNKNOWN_LOGPROB) for t in ids.ravel().tolist()]
+        out = np.array(values, dtype=np.float32).reshape(ids.shape)
+        out[:first] = np.nan
+        return out
+
+    def most_likely(num: int) -> np.ndarray:
+        ids = np.tile(ALPHABET[np.argsort(-logprob_V, kind="stable")[:num]], (num_tokens, 1))
+        ids[:first] = -1
+        return ids
+
+    fields: dict[str, np.ndarray] = {}
+    if request.prompt_logprobs:
+        fields["prompt_logprobs"] = scores(request.tokens)
+    if request.topk_prompt_logprobs:
+        fields["topk_prompt_ids"] = most_likely(request.topk_prompt_logprobs)
+        fields["topk_prompt_logprobs"] = scores(fields["topk_prompt_ids"])
+    if request.target_prompt_ids is not None:
+        fields["target_prompt_logprobs"] = scores(request.target_prompt_ids)
+    if request.prompt_alt_tokens_k:
+        fields["prompt_alt_ids"] = most_likely(request.prompt_alt_tokens_k)
+        fields["prompt_alt_logprobs"] = scores(fields["prompt_alt_ids"])
+    return fields
 
 
 def _write(path: Path, version: int, logits: np.ndarray) -> None:

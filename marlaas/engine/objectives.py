@@ -141,6 +141,17 @@ def dppo_tis(tokens: TrainedTokens, params: Params) -> TokenLoss:
     return TokenLoss(loss_M, {"masked": masked_M, "capped": r_M > params["cap"]})
 
 
+def dro(tokens: TrainedTokens, params: Params) -> TokenLoss:
+    """loss = -(A lp - beta / 2 (lp - q)^2): a quadratic pull towards the sampling policy, nothing
+    clamped.
+
+    Source: the policy's loss of DRO, arXiv 2405.19107, with the value taken off in A.
+    """
+    lp_M, q_M = tokens.logprobs_M, tokens.sampling_logprobs_M
+    pull_M = params["beta"] / 2 * (lp_M - q_M).square()
+    return TokenLoss(pull_M - tokens.advantages_M * lp_M, {})
+
+
 def kl_to_reference(tokens: TrainedTokens) -> Tensor:
     """Return k3 = exp(d) - d - 1 [M] with d = lp_reference - lp, an estimate of KL(pi | reference).
 
@@ -156,7 +167,7 @@ def kl_to_reference(tokens: TrainedTokens) -> Tensor:
 
 _FUNCTIONS: Mapping[str, Callable[[TrainedTokens, Params], TokenLoss]] = {
     function.__name__: function
-    for function in (cross_entropy, importance_sampling, ppo, gspo, cispo, dppo_tis)
+    for function in (cross_entropy, importance_sampling, ppo, gspo, cispo, dppo_tis, dro)
 }
 assert _FUNCTIONS.keys() == OBJECTIVE_PARAMS.keys()
 

@@ -38,7 +38,7 @@ from marlaas.engine.optimizer import adamw_, check_adam, clip_
 from marlaas.engine.packing import ChunkQueue, PackedPass, PassCost, Submission, cut, pack
 from marlaas.engine.policy_state import PolicyState, load_snapshot, save_snapshot
 from marlaas.engine.types import Work
-from marlaas.errors import InvalidRequest
+from marlaas.errors import InvalidRequest, UnsupportedFeature
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import Slot, init_adapter
 from marlaas.types import (
@@ -246,6 +246,8 @@ class LoraTrainer:
         *,
         needs_reference: bool,
     ) -> None:
+        if any(d.targets is not None or d.is_scored_everywhere or d.loss_inputs for d in data):
+            raise UnsupportedFeature("this trainer has no targets, whole scores and loss inputs")
         problems = [
             f"datum {idx}: {problem}"
             for idx, datum in enumerate(data)
@@ -316,6 +318,11 @@ class LoraTrainer:
         return finished
 
     # Steps ---------------------------------------------------------------------------------
+
+    def zero_grad(self, key: Hashable) -> None:
+        """Clear the accumulated gradient and its poison; weights, moments and clocks stay."""
+        assert key not in self._queue, "the policy has passes that have not run"
+        self._states[key].clear_gradient()
 
     def optim_step(self, key: Hashable, adam: AdamParams) -> StepResult:
         """Make one update from the accumulated gradient, clear it and advance the clock.

@@ -25,7 +25,7 @@ from marlaas.engine.adapter_io import load_adapter, read_spec, save_adapter, tar
 from marlaas.engine.generator import BatchGenerator
 from marlaas.engine.trainer import LoraTrainer
 from marlaas.engine.types import SequenceRequest, SequenceResult
-from marlaas.errors import Conflict, InvalidRequest, MarlaasError, NotFound
+from marlaas.errors import Conflict, InvalidRequest, MarlaasError, NotFound, UnsupportedFeature
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import Slot
 from marlaas.runtime import cpu_s, now_s, rss_bytes
@@ -55,6 +55,10 @@ class HostedVersion:
     """Running sequences and training passes that read the slot."""
 
 
+Ordered = m.ForwardBackward | m.OptimStep | m.ZeroGrad | m.SaveState
+"""Calls that happen in the order in which they came, policy by policy."""
+
+
 @dataclass(slots=True)
 class HostedPolicy:
     """What the host knows of one policy."""
@@ -63,7 +67,7 @@ class HostedPolicy:
     versions: dict[int, HostedVersion] = field(default_factory=dict)
     trained_version: int | None = None
     """Newest version, whose weights the trainer holds; None where the policy is only sampled."""
-    calls: deque[tuple[int, m.ForwardBackward | m.OptimStep]] = field(default_factory=deque)
+    calls: deque[tuple[int, Ordered]] = field(default_factory=deque)
     num_passes: int = 0
     """Calls that the trainer has taken and not finished."""
 
@@ -132,7 +136,7 @@ class EngineHost:
         """Take one message; its reply appears in `replies` now or after some quanta."""
         began = self._now()
         try:
-            if isinstance(message, m.ForwardBackward | m.OptimStep):
+            if isinstance(message, Ordered):
                 policy = self._policy(message.policy_id)
                 policy.calls.append((call_id, message))
                 self._advance(message.policy_id, policy)
@@ -188,6 +192,7 @@ class EngineHost:
         request = message.request
         held: list[int] = []
         slot = None
+        _refuse_what_is_missing(request)
         if request.policy_id is not None:
             version = self._live_version(request.policy_id, request.version)
             slot = version.slot
@@ -265,6 +270,13 @@ class EngineHost:
             live = sorted(number for number, entry in versions.items() if entry.is_live)
             raise Conflict(f"version {version} of {policy_id} is not live; live versions: {live}")
         return versions[version]
+
+    def _readable_version(self, policy_id: PolicyId, version: int) -> HostedVersion:
+        """Return a version that data may be scored under: a live one, or the newest."""
+        policy = self._policy(policy_id)
+        if version == policy.trained_version:
+            return policy.versions[version]
+        return self._live_version(policy_id, version)
 
     def _add_version(
         self, policy: HostedPolicy, version: int, row: torch.Tensor, adapter_hash: str
@@ -441,14 +453,19 @@ class EngineHost:
         """Start every call of the policy whose turn it is."""
         while policy.calls:
             call_id, message = policy.calls[0]
-            if isinstance(message, m.OptimStep) and policy.num_passes:
+            if isinstance(message, m.OptimStep | m.ZeroGrad) and policy.num_passes:
                 return
             policy.calls.popleft()
             try:
-                if isinstance(message, m.OptimStep):
-                    self.replies.append((call_id, self._optim_step(policy, message)))
-                else:
-                    self._forward_backward(call_id, policy, message)
+                match message:
+                    case m.ForwardBackward():
+                        self._forward_backward(call_id, policy, message)
+                    case m.OptimStep():
+                        self.replies.append((call_id, self._optim_step(policy, message)))
+                    case m.ZeroGrad():
+                        self.replies.append((call_id, self._zero_grad(policy, message)))
+                    case m.SaveState():
+                        self.replies.append((call_id, self._save_state(policy, message)))
             except MarlaasError as error:
                 self.replies.append((call_id, m.ReplyError(type(error).__name__, str(error))))
 
@@ -471,7 +488,7 @@ class EngineHost:
     def _forward(self, call_id: int, message: m.Forward) -> None:
         version = None
         if message.policy_id is not None:
-            version = self._live_version(message.policy_id, message.version)
+            version = self._readable_version(message.policy_id, message.version)
         slot = version.slot if version else None
         self.trainer.submit_forward(message.policy_id, slot, message.data, call_id)
         if version is not None:
@@ -509,6 +526,16 @@ class EngineHost:
         self._count("publish", 0, began)
         return m.ReplyStep(result)
 
+    def _zero_grad(self, policy: HostedPolicy, message: m.ZeroGrad) -> m.Reply:
+        self._trained(message.policy_id, policy)
+        self.trainer.zero_grad(message.policy_id)
+        return m.ReplyNone()
+
+    def _save_state(self, policy: HostedPolicy, message: m.SaveState) -> m.Reply:
+        self._trained(message.policy_id, policy)
+        self.trainer.save_snapshot(message.policy_id, message.path, is_synced=self._is_synced)
+        return m.ReplyNone()
+
     # Statistics ----------------------------------------------------------------------------
 
     def _stats(self, call_id: int, message: m.GetStats) -> m.Reply:
@@ -529,6 +556,19 @@ class EngineHost:
                 rss_bytes=rss_bytes(),
             )
         )
+
+
+def _refuse_what_is_missing(request: GenerateRequest) -> None:
+    """Refuse what no generator does yet."""
+    wanted = {
+        "topk_sample_logprobs": request.topk_sample_logprobs > 0,
+        "target_prompt_ids": request.target_prompt_ids is not None,
+        "prompt_logprobs_from": request.prompt_logprobs_from > 0,
+        "prompt_alt_tokens_k": request.prompt_alt_tokens_k > 0,
+    }
+    missing = [name for name, is_wanted in wanted.items() if is_wanted]
+    if missing:
+        raise UnsupportedFeature(f"this engine has no {', '.join(missing)}")
 
 
 def _shape(spec: AdapterSpec) -> tuple[int, float, tuple[str, ...]]:

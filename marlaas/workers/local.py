@@ -211,6 +211,12 @@ class LocalWorker:
         reply = await self._call(m.OptimStep(policy_id, adam, snapshot))
         return _checked(reply, m.ReplyStep).result
 
+    async def zero_grad(self, policy_id: PolicyId) -> None:
+        await self._done(m.ZeroGrad(policy_id))
+
+    async def save_state(self, policy_id: PolicyId, path: str) -> None:
+        await self._done(m.SaveState(policy_id, path))
+
     async def publish(self, policy_id: PolicyId, version: int) -> None:
         await self._done(m.Publish(policy_id, version))
 

@@ -91,6 +91,17 @@ class OptimStep:
 
 
 @dataclass(frozen=True, slots=True)
+class ZeroGrad:
+    policy_id: PolicyId
+
+
+@dataclass(frozen=True, slots=True)
+class SaveState:
+    policy_id: PolicyId
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class Publish:
     policy_id: PolicyId
     version: int
@@ -208,6 +219,8 @@ Call = (
     | ForwardBackward
     | Forward
     | OptimStep
+    | ZeroGrad
+    | SaveState
     | Publish
     | Retire
     | SaveAdapter

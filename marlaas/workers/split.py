@@ -111,6 +111,12 @@ class SplitWorker:
     ) -> StepResult:
         return await self.training.optim_step(policy_id, adam, snapshot)
 
+    async def zero_grad(self, policy_id: PolicyId) -> None:
+        await self.training.zero_grad(policy_id)
+
+    async def save_state(self, policy_id: PolicyId, path: str) -> None:
+        await self.training.save_state(policy_id, path)
+
     async def publish(self, policy_id: PolicyId, version: int) -> None:
         await self.training.publish(policy_id, version)
         await self._carry(policy_id, version)
