@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import NewType, Protocol
 
 import numpy as np
@@ -626,6 +627,166 @@ class JobStatus:
 
 
 # ---------------------------------------------------------------------------------------------
+# Runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One client process, as long as it says that it is there. Runs and samplers belong to it."""
+
+    session_id: str
+    """Made by the server, unguessable."""
+    tags: tuple[str, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    project_id: str = ""
+    display_name: str = ""
+    created_s: float = 0.0
+    """Since the epoch, as every time here."""
+    seen_s: float = 0.0
+    """When it was last heard of."""
+    finished_s: float | None = None
+    end_reason: str = ""
+
+
+class StateKind(StrEnum):
+    """What the newest durable training state of a run is."""
+
+    FRESH = "fresh"
+    """No file: the untrained adapter, made from its spec."""
+    ADAPTER = "adapter"
+    """A PEFT folder: trained weights, fresh moments."""
+    SNAPSHOT = "snapshot"
+    """A snapshot file: weights, moments and update clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A policy that a client drives operation by operation."""
+
+    run_id: str
+    """`<session>:train:<seq>`."""
+    session_id: str
+    seq: int
+    """The client's number of it, from 0 in each session."""
+    base_model: str
+    """The name that the client used."""
+    spec: AdapterSpec
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    optimizer: Mapping[str, object] = field(default_factory=dict)
+    """As the client configured it. JSON values."""
+    created_s: float = 0.0
+    used_s: float = 0.0
+    """When an operation was last accepted or finished."""
+    version: int = 0
+    """Optimizer steps and loads so far; the durable state is of this version."""
+    boundary_seq: int = -1
+    """The last operation that cleared the gradients; what came before it is never replayed. -1:
+    none yet."""
+    state_path: str | None = None
+    """Where the durable state is; None if fresh."""
+    state_kind: StateKind = StateKind.FRESH
+    adapter_hash: str = ""
+    is_corrupted: bool = False
+    ended_s: float | None = None
+    """When its training state was deleted, long after its session ended. It takes no operation any
+    more; its checkpoints stay."""
+
+
+FORWARD_BACKWARD = "forward_backward"
+"""Kind of the operations whose payload stays after they are done, until a boundary uses up their
+gradients: a restarted worker is given them again."""
+
+
+class OperationState(StrEnum):
+    """`accepted -> done | failed`."""
+
+    ACCEPTED = "accepted"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One numbered request of a run. Created at most once, executed in the order of numbers."""
+
+    run_id: str
+    seq: int
+    """0 makes the run; the client counts from 1."""
+    kind: str
+    request_id: str
+    payload: bytes = b""
+    """What is asked for; empty once it is not needed any more."""
+    state: OperationState = OperationState.ACCEPTED
+    result: bytes = b""
+    """What came out; empty until done, and again once dropped by age."""
+    error: str = ""
+    error_category: str = ""
+    """`user`, `server` or `unknown`, when failed."""
+    created_s: float = 0.0
+    finished_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """What a client samples from: the base, or a checkpoint."""
+
+    sampler_id: str
+    """`<session>:sample:<seq>`."""
+    session_id: str
+    seq: int
+    base_model: str
+    checkpoint_path: str | None = None
+    """`tinker://...`; None samples from the base."""
+    created_s: float = 0.0
+    used_s: float = 0.0
+
+
+class CheckpointKind(StrEnum):
+    """What a checkpoint is for."""
+
+    WEIGHTS = "weights"
+    """Training goes on from it; has the optimizer's state where there is one."""
+    SAMPLER = "sampler_weights"
+    EXTERNAL = "external_weights"
+    """To be downloaded."""
+
+
+EPHEMERAL = "#"
+"""Begins the names of checkpoints that a client did not name: hidden from lists, pruned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A saved version of a run: immutable, kept until it expires or is deleted."""
+
+    run_id: str
+    kind: CheckpointKind
+    name: str
+    version: int
+    """The run's, when it was saved."""
+    adapter_hash: str
+    folder: Path
+    """Has `adapter/`, and `state` if `has_optimizer`."""
+    has_optimizer: bool = False
+    size_bytes: int = 0
+    """Of its files, as found when it was stored."""
+    is_public: bool = False
+    """Every tenant may read it."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    created_s: float = 0.0
+    used_s: float = 0.0
+    expires_s: float | None = None
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.run_id}/{self.kind.value}/{self.name}"
+
+    @property
+    def is_ephemeral(self) -> bool:
+        return self.name.startswith(EPHEMERAL)
+
+
+# ---------------------------------------------------------------------------------------------
 # Tenants
 
 
@@ -646,6 +807,8 @@ class Quotas:
 
     max_running_jobs: int | None = 8
     max_queued_jobs: int | None = 200
+    max_runs: int | None = 64
+    """Runs of clients that are at work."""
     tokens_a_day: int | None = None
     """Sampled, trained, evaluated and served tokens together, per UTC day."""
     stored_bytes: int | None = 20 << 30

@@ -1,6 +1,6 @@
 """A copy of everything while the service runs, and the way back.
 
-    store ──backup──► folder (store.db, jobs/, uploads/, backup.json) ──restore──► empty folder, URL
+    store ──backup──► folder (store.db, jobs/ ..., backup.json) ──restore──► empty folder, URL
 
 1. Writers are held for the milliseconds that it takes to begin reading and to hard-link the files
    that rows name. Nothing is deleted before the commit that forgets it, so rows and files match.
@@ -14,7 +14,6 @@
 
 import fcntl
 import json
-import os
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -29,9 +28,20 @@ from marlaas import __version__, runtime
 from marlaas.errors import Conflict, NotFound, StoreUnavailable
 from marlaas.store import migrate
 from marlaas.store.database import BEGIN, SQLITE_FILE, Database, engine_of, unavailable
-from marlaas.store.files import Files, disk_errors
-from marlaas.store.schema import METADATA, api_keys, events, jobs, tenants, uploads, versions
-from marlaas.types import TenantId
+from marlaas.store.files import Files, disk_errors, link_or_copy
+from marlaas.store.schema import (
+    METADATA,
+    api_keys,
+    checkpoints,
+    events,
+    jobs,
+    runs,
+    sessions,
+    tenants,
+    uploads,
+    versions,
+)
+from marlaas.types import CheckpointKind, TenantId
 
 MANIFEST = "backup.json"
 
@@ -40,7 +50,7 @@ _HOLD_WRITERS = {
     # In the order in which transactions take them, so that none waits for another in a circle.
     "postgresql": (
         "BEGIN",
-        "LOCK TABLE jobs, versions, uploads IN SHARE ROW EXCLUSIVE MODE",
+        "LOCK TABLE jobs, versions, uploads, runs, checkpoints IN SHARE ROW EXCLUSIVE MODE",
     ),
 }
 _BEGIN_READING = {
@@ -50,6 +60,15 @@ _BEGIN_READING = {
 _ROWS_A_BATCH = 500
 _FIRST_ROW = sa.select(jobs.c.name).limit(1)
 _ON_DISK = sa.select(versions).where((versions.c.has_state == 1) | (versions.c.has_adapter == 1))
+
+_STATES = sa.select(runs.c.state_path).where(runs.c.state_path.is_not(None))
+_CHECKPOINTS = sa.select(
+    checkpoints.c.tenant_id,
+    checkpoints.c.run_id,
+    checkpoints.c.kind,
+    checkpoints.c.name,
+    checkpoints.c.generation,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +179,17 @@ def _link_files(reader: sa.Connection, files: Files, copies: Files) -> list[str]
             _link(Path(source.state), Path(copy.state), missing)
         if row.has_adapter:
             _link(Path(source.adapter), Path(copy.adapter), missing)
+    for row in reader.execute(_STATES):
+        copy = copies.root / row.state_path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        _link(files.root / row.state_path, copy, missing)
+    for row in reader.execute(_CHECKPOINTS):
+        key = (TenantId(row.tenant_id), row.run_id, CheckpointKind(row.kind), row.name)
+        source, copy = (
+            of.checkpoint(*key, generation=row.generation).folder for of in (files, copies)
+        )
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        _link(source, copy, missing)
     for row in reader.execute(sa.select(uploads.c.tenant_id, uploads.c.digest).distinct()):
         key = (TenantId(row.tenant_id), row.digest)
         copies.upload(*key).parent.mkdir(parents=True, exist_ok=True)
@@ -171,18 +201,11 @@ def _link(source: Path, copy: Path, missing: list[str]) -> None:
     """Link a file, or the files of a folder."""
     try:
         if source.is_dir():
-            shutil.copytree(source, copy, copy_function=_link_or_copy)
+            shutil.copytree(source, copy, copy_function=link_or_copy)
         else:
-            _link_or_copy(str(source), str(copy))
+            link_or_copy(str(source), str(copy))
     except FileNotFoundError:
         missing.append(str(source))
-
-
-def _link_or_copy(source: str, copy: str) -> None:
-    try:
-        os.link(source, copy)
-    except PermissionError:  # a file system without hard links
-        shutil.copy2(source, copy)
 
 
 def _partial(target: Path) -> Path:
@@ -273,7 +296,7 @@ def _restore_into(url: str, partial: Path, root: Path) -> None:
     source = engine_of(partial)
     try:
         with target._transaction() as writer, source.connect() as reader:
-            for table in (jobs, tenants, api_keys, events):
+            for table in (jobs, sessions, tenants, api_keys, events):
                 if writer.execute(sa.select(sa.literal(1)).select_from(table).limit(1)).first():
                     raise Conflict(f"the database has {table.name}: restore into an empty one")
             for table in reversed(METADATA.sorted_tables):

@@ -12,6 +12,9 @@
 | `usage.py` | what was used and what is stored |
 | `events.py` | history, numbered by tenant |
 | `uploads.py` | what tenants upload |
+| `sessions.py`, `runs.py` | sessions of clients, their runs and samplers |
+| `operations.py` | what clients ask of their runs, and what came of it |
+| `checkpoints.py` | saved versions of runs |
 | `tenants.py` | tenants, keys, the audit log |
 | `backup.py` | a copy of everything, and the way back |
 
@@ -28,6 +31,7 @@
 from pathlib import Path
 
 from marlaas.store.backup import Backups, BackupSummary, restore
+from marlaas.store.checkpoints import Checkpoints, split_path
 from marlaas.store.groups import GroupState, StoredGroup
 from marlaas.store.jobs import StoredJob
 from marlaas.store.tenants import Tenants
@@ -42,6 +46,7 @@ __all__ = [
     "StoredJob",
     "StoredVersion",
     "restore",
+    "split_path",
 ]
 
 CROSS_TENANT = (
@@ -50,6 +55,8 @@ CROSS_TENANT = (
     "backup",
     "all_jobs",
     "drop_expired",
+    "drop_results",
+    "unfinished_runs",
     "tenants",
     "add_tenant",
     "update_tenant",
@@ -60,7 +67,7 @@ CROSS_TENANT = (
 """Public functions that are the operator's, not a tenant's."""
 
 
-class Store(Tenants, Backups):
+class Store(Tenants, Checkpoints, Backups):
     """One open database with the files beside it.
 
     Lifecycle: constructed (schema brought up to date) -> used by one thread at a time -> closed. A
@@ -103,3 +110,10 @@ class Store(Tenants, Backups):
     ) -> "Store":
         """Open a store: SQLite in `root/store.db`, or PostgreSQL by URL. Files lie in `root`."""
         return cls(root, durability=durability, url=url, runs_jobs=runs_jobs)
+
+    def drop_expired(self) -> int:
+        """Delete adapters and checkpoints whose time is over, and the training state of runs that
+        nobody goes on with, of all tenants; return how many things went."""
+        return (
+            self._drop_expired_adapters() + self._drop_expired_checkpoints() + self._end_old_runs()
+        )

@@ -3,6 +3,8 @@
     <root>/jobs/<tenant>/<job>/versions/v000012/state     training state, newest version only
     <root>/jobs/<tenant>/<job>/versions/v000012/adapter/  PEFT folder
     <root>/jobs/<tenant>/<job>/fork                       what it began from: state or PEFT folder
+    <root>/runs/<tenant>/<run>/states/v000012             training state: snapshot, or PEFT folder
+    <root>/runs/<tenant>/<run>/<kind>/<name>@3/           checkpoint: adapter/ and maybe state
     <root>/uploads/<tenant>/<sha256>                      what the tenant uploaded
     <root>/trash/                                         on its way out
 
@@ -22,9 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from marlaas.errors import InvalidRequest, StoreUnavailable
-from marlaas.types import MAX_NAME_CHARS, SEGMENT, TenantId
+from marlaas.types import MAX_NAME_CHARS, SEGMENT, CheckpointKind, TenantId
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_CHECKPOINT_NAME = re.compile(r"#?[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def check_segment(what: str, name: str) -> str:
@@ -37,6 +41,31 @@ def check_segment(what: str, name: str) -> str:
         raise InvalidRequest(
             f"{what} {name!r}: use 1 to {MAX_NAME_CHARS} letters, digits, '.', '_' or '-', "
             "starting with a letter or digit"
+        )
+    return name
+
+
+def check_run_id(run_id: str) -> str:
+    """Return `run_id` if it can safely name a folder.
+
+    Raises:
+        InvalidRequest: it cannot.
+    """
+    if not _RUN_ID.fullmatch(run_id):
+        raise InvalidRequest(f"run {run_id!r}: a run id is SESSION:train:NUMBER")
+    return run_id
+
+
+def check_checkpoint_name(name: str) -> str:
+    """Return `name` if it can safely name a folder.
+
+    Raises:
+        InvalidRequest: it cannot.
+    """
+    if not _CHECKPOINT_NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"checkpoint {name!r}: use 1 to 128 letters, digits, '.', '_' or '-', starting with a "
+            "letter or digit"
         )
     return name
 
@@ -84,6 +113,29 @@ class VersionFiles:
             return 0
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """The files of one checkpoint: what it saves at another time under that name has others."""
+
+    folder: Path
+
+    @property
+    def state(self) -> str:
+        """Training state: adapter, moments and step clock in one file."""
+        return str(self.folder / "state")
+
+    @property
+    def adapter(self) -> str:
+        """The adapter alone, as a folder that PEFT loads."""
+        return str(self.folder / "adapter")
+
+    def prepare(self) -> "CheckpointFiles":
+        """Make the folder that the files go to."""
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+
 class Files:
     """Builds every path below the store's root, and deletes below it."""
 
@@ -110,6 +162,34 @@ class Files:
         """What a forked job begins from: a PEFT folder or a training state, its own."""
         return self.job(tenant_id, job) / "fork"
 
+    def run(self, tenant_id: TenantId, run_id: str) -> Path:
+        """Folder of one run."""
+        return self.root / "runs" / check_segment("tenant", tenant_id) / check_run_id(run_id)
+
+    def run_state(self, tenant_id: TenantId, run_id: str, version: int) -> str:
+        """Where the training state of a run at a version goes; its folder is made."""
+        assert version >= 0
+        folder = self.run(tenant_id, run_id) / "states"
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        return str(folder / f"v{version:06d}")
+
+    def checkpoint(
+        self,
+        tenant_id: TenantId,
+        run_id: str,
+        kind: CheckpointKind,
+        name: str,
+        *,
+        generation: int = 0,
+    ) -> CheckpointFiles:
+        """Files of one checkpoint; nothing is created. A generation that was never used before
+        under this name, such as the number of the operation, lets one be written beside another
+        that it replaces."""
+        assert generation >= 0
+        folder = self.run(tenant_id, run_id) / CheckpointKind(kind).value
+        return CheckpointFiles(folder / f"{check_checkpoint_name(name)}@{generation}")
+
     def upload(self, tenant_id: TenantId, digest: str) -> Path:
         """File of one upload."""
         assert is_digest(digest)
@@ -135,6 +215,20 @@ class Files:
             finally:
                 partial.unlink(missing_ok=True)
 
+    def link(self, source: Path | str, target: Path | str) -> None:
+        """Make a file, or a folder of files, appear at another place too; whole or not at all."""
+        target = Path(target)
+        partial = target.with_name(f"{target.name}.partial")
+        with disk_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _remove(partial)
+            if Path(source).is_dir():
+                shutil.copytree(source, partial, copy_function=link_or_copy)
+                _remove(target)
+            else:
+                link_or_copy(str(source), str(partial))
+            partial.replace(target)
+
     # Deleting -----------------------------------------------------------------------------
 
     def delete_on(self, executor: Executor | None) -> None:
@@ -156,13 +250,24 @@ class Files:
         """Delete a job's folder. Its place is free at once."""
         self._throw_away(self.job(tenant_id, job))
 
+    def delete_run_states_before(self, tenant_id: TenantId, run_id: str, version: int) -> None:
+        """Delete every older training state, and what kills have left behind."""
+        self._delete(_delete_older, self.run(tenant_id, run_id) / "states", version)
+
+    def delete_run_states(self, tenant_id: TenantId, run_id: str) -> None:
+        self._throw_away(self.run(tenant_id, run_id) / "states")
+
+    def delete_checkpoint(self, folder: Path) -> None:
+        """Delete a checkpoint's folder. Its place is free at once."""
+        self._throw_away(folder)
+
     def delete_upload(self, tenant_id: TenantId, digest: str) -> None:
         with suppress(OSError):
             self.upload(tenant_id, digest).unlink()
 
     def delete_tenant(self, tenant_id: TenantId) -> None:
         check_segment("tenant", tenant_id)
-        for kind in ("jobs", "uploads"):
+        for kind in ("jobs", "uploads", "runs"):
             self._throw_away(self.root / kind / tenant_id)
 
     def _throw_away(self, folder: Path) -> None:
@@ -178,6 +283,23 @@ class Files:
             function(*values)
         else:
             self._deleting.submit(function, *values)
+
+
+def link_or_copy(source: str, copy: str) -> None:
+    try:
+        os.link(source, copy)
+    except PermissionError:  # a file system without hard links
+        shutil.copy2(source, copy)
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file, or of all files in a folder and below; 0 if there is none."""
+    try:
+        if path.is_dir():
+            return sum(size_of(inner) for inner in path.iterdir())
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _sync_folder(folder: Path) -> None:
@@ -213,6 +335,22 @@ def _delete_states_before(versions: Path, newest: int) -> None:
         for folder in versions.iterdir():
             if int(folder.name.removeprefix("v")) < newest and (folder / "state").exists():
                 _delete_state(folder)
+
+
+def _delete_older(states: Path, newest: int) -> None:
+    with suppress(OSError):
+        for path in states.iterdir():
+            number = path.name.removeprefix("v").partition(".")[0]
+            if number.isdigit() and int(number) < newest:
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _delete_adapter(folder: Path) -> None:

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from marlaas.errors import StoreUnavailable
 
-HEAD = "0002"
+HEAD = "0003"
 """Newest revision in `migrations/versions`; a test compares."""
 
 FOLDER = Path(__file__).parent / "migrations"

@@ -7,6 +7,11 @@
           ├─ versions
           └─ job_uploads
 
+    sessions ─┬─ runs ─┬─ operations ─┬─ operation_payloads
+              │        │              └─ operation_results
+              │        └─ checkpoints
+              └─ samplers
+
 - Owner first in every primary key: a row of another tenant cannot be named.
 - Blobs are `store.codec` encodings of the records in `types.py`; the columns beside them are what
   is searched or counted.
@@ -28,6 +33,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    literal_column,
     text,
 )
 from sqlalchemy.schema import SchemaItem
@@ -183,6 +189,177 @@ job_uploads = _table(
     PrimaryKeyConstraint("tenant_id", "job", "digest"),
 )
 Index("job_uploads_digest", job_uploads.c.tenant_id, job_uploads.c.digest)
+
+# ---------------------------------------------------------------------------------------------
+
+
+def _of_session() -> tuple[Column, Column, ForeignKeyConstraint]:
+    """Return the columns of a row that lives and dies with its session."""
+    return (
+        _text("tenant_id"),
+        _text("session_id"),
+        ForeignKeyConstraint(
+            ["tenant_id", "session_id"],
+            ["sessions.tenant_id", "sessions.session_id"],
+            ondelete="CASCADE",
+        ),
+    )
+
+
+def _of_run() -> tuple[Column, Column, ForeignKeyConstraint]:
+    """Return the columns of a row that lives and dies with its run."""
+    return (
+        _text("tenant_id"),
+        _text("run_id"),
+        ForeignKeyConstraint(
+            ["tenant_id", "run_id"], ["runs.tenant_id", "runs.run_id"], ondelete="CASCADE"
+        ),
+    )
+
+
+def _of_operation() -> tuple[Column, Column, Column, ForeignKeyConstraint]:
+    """Return the columns of what an operation carries."""
+    return (
+        _text("tenant_id"),
+        _text("run_id"),
+        _whole("seq"),
+        ForeignKeyConstraint(
+            ["tenant_id", "run_id", "seq"],
+            ["operations.tenant_id", "operations.run_id", "operations.seq"],
+            ondelete="CASCADE",
+        ),
+    )
+
+
+sessions = _table(
+    "sessions",
+    _text("tenant_id"),
+    _text("session_id"),
+    _text("tags"),  # JSON
+    _text("metadata"),  # JSON
+    _text("project_id"),
+    _text("display_name"),
+    _real("created_s"),
+    _real("seen_s"),
+    Column("finished_s", REAL_64),
+    _text("end_reason", ""),
+    PrimaryKeyConstraint("tenant_id", "session_id"),
+    UniqueConstraint("session_id", name="sessions_session_id"),  # of whichever tenant
+)
+
+runs = _table(
+    "runs",
+    *_of_session(),
+    _text("run_id"),
+    _whole("seq"),
+    _text("base_model"),
+    Column("spec", LargeBinary, nullable=False),
+    _text("metadata"),  # JSON
+    _text("optimizer"),  # JSON
+    _real("created_s"),
+    _real("used_s"),
+    _whole("version", "0"),
+    _whole("boundary_seq", "-1"),
+    Column("state_path", Text),  # below the store's folder
+    _text("state_kind", "fresh"),
+    _whole("state_bytes", "0"),
+    _text("adapter_hash", ""),
+    _whole("journal_bytes", "0"),  # of payloads and results
+    _whole("is_corrupted", "0"),
+    Column("ended_s", REAL_64),
+    PrimaryKeyConstraint("tenant_id", "run_id"),
+    UniqueConstraint("run_id", name="runs_run_id"),  # paths of published checkpoints name no tenant
+    UniqueConstraint("tenant_id", "session_id", "seq", name="runs_seq"),
+    CheckConstraint("state_kind IN ('fresh', 'adapter', 'snapshot')", name="runs_state_kind"),
+    CheckConstraint("(state_kind = 'fresh') = (state_path IS NULL)", name="runs_state_path"),
+    CheckConstraint("journal_bytes >= 0", name="runs_journal_bytes"),
+)
+
+# accepted -> done | failed.
+operations = _table(
+    "operations",
+    *_of_run(),
+    _whole("seq"),
+    _text("kind"),
+    _text("request_id"),
+    _text("digest"),  # of kind and payload
+    _text("state"),
+    _text("error", ""),
+    _text("error_category", ""),
+    _real("created_s"),
+    Column("finished_s", REAL_64),
+    PrimaryKeyConstraint("tenant_id", "run_id", "seq"),
+    CheckConstraint("state IN ('accepted', 'done', 'failed')", name="operations_state"),
+    CheckConstraint("(state = 'accepted') = (finished_s IS NULL)", name="operations_finished"),
+    CheckConstraint("(state = 'failed') = (error <> '')", name="operations_error"),
+)
+Index(
+    "operations_accepted",
+    operations.c.tenant_id,
+    operations.c.run_id,
+    sqlite_where=operations.c.state == literal_column("'accepted'"),
+    postgresql_where=operations.c.state == literal_column("'accepted'"),
+)
+Index(
+    "operations_finished_s",
+    operations.c.finished_s,
+    sqlite_where=operations.c.finished_s.is_not(None),
+    postgresql_where=operations.c.finished_s.is_not(None),
+)
+
+# Apart from their operations, which are read and changed without them.
+operation_payloads = _table(
+    "operation_payloads",
+    *_of_operation(),
+    _whole("num_bytes"),
+    Column("payload", LargeBinary, nullable=False),
+    PrimaryKeyConstraint("tenant_id", "run_id", "seq"),
+    has_long_rows=True,
+)
+operation_results = _table(
+    "operation_results",
+    *_of_operation(),
+    _whole("num_bytes"),
+    Column("result", LargeBinary, nullable=False),
+    PrimaryKeyConstraint("tenant_id", "run_id", "seq"),
+    has_long_rows=True,
+)
+
+# A checkpoint exists once its row does; its folder is complete before.
+checkpoints = _table(
+    "checkpoints",
+    *_of_run(),
+    _text("kind"),
+    _text("name"),
+    _whole("generation"),  # names its folder: another one when it is overwritten
+    _whole("version"),
+    _text("adapter_hash"),
+    _whole("has_optimizer"),
+    _whole("size_bytes"),
+    _whole("is_public", "0"),
+    _whole("is_ephemeral"),
+    _text("metadata"),  # JSON
+    _real("created_s"),
+    _real("used_s"),
+    Column("expires_s", REAL_64),
+    PrimaryKeyConstraint("tenant_id", "run_id", "kind", "name"),
+    CheckConstraint(
+        "kind IN ('weights', 'sampler_weights', 'external_weights')", name="checkpoints_kind"
+    ),
+)
+
+samplers = _table(
+    "samplers",
+    *_of_session(),
+    _text("sampler_id"),
+    _whole("seq"),
+    _text("base_model"),
+    Column("checkpoint_path", Text),
+    _real("created_s"),
+    _real("used_s"),
+    PrimaryKeyConstraint("tenant_id", "sampler_id"),
+    UniqueConstraint("tenant_id", "session_id", "seq", name="samplers_seq"),
+)
 
 # ---------------------------------------------------------------------------------------------
 

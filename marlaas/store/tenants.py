@@ -38,6 +38,7 @@ _KEY_ID_CHARS = 12
 
 _OWNED = (
     schema.jobs,  # with it everything that hangs on a job
+    schema.sessions,  # with it runs, operations, checkpoints, samplers
     schema.events,
     schema.usage,
     schema.upload_names,
@@ -47,6 +48,23 @@ _OWNED = (
     schema.tenants,
 )
 """Tables that a tenant's rows are deleted from, in this order."""
+
+_BUSY_S = 60.0
+"""A run that was used within it is at work: a client may be between two operations."""
+
+_BUSY_RUN = (
+    sa.select(schema.runs.c.run_id)
+    .where(
+        schema.runs.c.tenant_id == bindparam("tenant"),
+        (schema.runs.c.used_s > bindparam("since"))
+        | sa.exists().where(
+            schema.operations.c.tenant_id == schema.runs.c.tenant_id,
+            schema.operations.c.run_id == schema.runs.c.run_id,
+            schema.operations.c.state == sa.literal_column("'accepted'"),
+        ),
+    )
+    .limit(1)
+)
 
 _ADD = sa.insert(tenants)
 _ONE = sa.select(tenants).where(tenants.c.tenant_id == bindparam("tenant"))
@@ -143,11 +161,12 @@ class Tenants(Jobs):
         return self.tenant(tenant.tenant_id)
 
     def purge_tenant(self, tenant_id: TenantId) -> None:
-        """Delete everything of a tenant: jobs, history, usage, uploads, keys, files.
+        """Delete everything of a tenant: jobs, sessions with what they made, history, usage,
+        uploads, keys, files.
 
         Raises:
             NotFound: there is none of that name.
-            Conflict: it has jobs that are queued or running.
+            Conflict: it has jobs that are queued or running, or runs that are at work.
         """
         self.tenant(tenant_id)
         active = (JobState.QUEUED.value, JobState.RUNNING.value)
@@ -158,6 +177,13 @@ class Tenants(Jobs):
             names = db.execute(running.limit(1)).scalars().all()
             if names:
                 raise Conflict(f"job {names[0]!r} of {tenant_id!r} is active: cancel it first")
+            values = {"tenant": tenant_id, "since": runtime.wall_time_s() - _BUSY_S}
+            run_id = db.execute(_BUSY_RUN, values).scalar()
+            if run_id is not None:
+                raise Conflict(
+                    f"run {run_id!r} of {tenant_id!r} is at work: revoke the tenant's keys, and "
+                    f"try again once it was quiet for {_BUSY_S:g} s"
+                )
             for table in _OWNED:
                 db.execute(sa.delete(table).where(table.c.tenant_id == tenant_id))
         self.files.delete_tenant(tenant_id)

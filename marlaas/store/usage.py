@@ -2,8 +2,8 @@
 
 - Whoever makes a token true adds it to the usage in the same transaction (`groups.py`, `steps.py`).
 - Usage outlives its job: when one is deleted, its rows go over to the tenant (`job = ''`).
-- Stored bytes are never walked: groups, forks and events are counted as they are written, versions
-  and uploads have their size in their row.
+- Stored bytes are never walked: groups, forks and events are counted as they are written, versions,
+  uploads, runs and checkpoints have their size in their row. A hard link counts as a file.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from sqlalchemy import bindparam, func
 from marlaas import runtime
 from marlaas.store.database import insert_into, prepared
 from marlaas.store.events import BYTES_COUNTER, Events
-from marlaas.store.schema import USAGE_COLUMNS, counters, jobs, uploads, versions
+from marlaas.store.schema import USAGE_COLUMNS, checkpoints, counters, jobs, runs, uploads, versions
 from marlaas.store.schema import usage as table
 from marlaas.types import TenantId, Usage
 
@@ -92,6 +92,12 @@ _STORED_BYTES = sa.select(
     + sa.select(func.coalesce(func.sum(uploads.c.size_bytes), 0))
     .where(uploads.c.tenant_id == bindparam("tenant"))
     .scalar_subquery()
+    + sa.select(func.coalesce(func.sum(runs.c.state_bytes + runs.c.journal_bytes), 0))
+    .where(runs.c.tenant_id == bindparam("tenant"))
+    .scalar_subquery()
+    + sa.select(func.coalesce(func.sum(checkpoints.c.size_bytes), 0))
+    .where(checkpoints.c.tenant_id == bindparam("tenant"))
+    .scalar_subquery()
     + sa.select(func.coalesce(func.sum(counters.c.value), 0))
     .where(counters.c.tenant_id == bindparam("tenant"), counters.c.name == BYTES_COUNTER)
     .scalar_subquery()
@@ -136,7 +142,8 @@ class UsageRecords(Events):
             self._count(db, tenant_id, job, Usage(), group_bytes=num_bytes)
 
     def stored_bytes(self, tenant_id: TenantId) -> int:
-        """Return how many bytes a tenant's groups, versions, forks, uploads and events take."""
+        """Return how many bytes a tenant's groups, versions, forks, uploads, events, runs and
+        checkpoints take."""
         return int(self._row(_STORED_BYTES, {"tenant": tenant_id})[0])
 
     # --------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ class Versions(Groups):
         with self._transaction() as db:
             db.execute(_KEEP_UNTIL, values)
 
-    def drop_expired(self) -> int:
+    def _drop_expired_adapters(self) -> int:
         """Delete the adapters whose time is over, of all tenants' jobs that have ended; return how
         many. The promoted version of a job stays."""
         rows = self._rows(_EXPIRED, {"now": runtime.wall_time_s()})

@@ -8,9 +8,17 @@ import numpy as np
 from marlaas.store.db import Store
 from marlaas.store.schema import METADATA
 from marlaas.types import (
+    AdapterSpec,
+    Checkpoint,
+    CheckpointKind,
     EvalRecord,
     Group,
     JobSpec,
+    Operation,
+    Run,
+    Sampler,
+    Session,
+    StateKind,
     StepRecord,
     StopReason,
     TenantId,
@@ -99,6 +107,94 @@ def take_steps(store: Store, *steps: int, job: str = "sums") -> None:
     for step in steps:
         write_state(store, step, job=job)
         store.commit_step(ACME, job, record_of(step), dropped={})
+
+
+def session_of(session_id: str = "s-1", **changes: object) -> Session:
+    return replace(Session(session_id=session_id, metadata={"by": "me"}), **changes)
+
+
+def run_of(seq: int = 0, session_id: str = "s-1", **changes: object) -> Run:
+    run = Run(
+        run_id=f"{session_id}:train:{seq}",
+        session_id=session_id,
+        seq=seq,
+        base_model="tiny",
+        spec=AdapterSpec(rank=8, alpha=32.0),
+        optimizer={"type": "adamw"},
+    )
+    return replace(run, **changes)
+
+
+def sampler_of(seq: int = 0, session_id: str = "s-1", **changes: object) -> Sampler:
+    sampler = Sampler(
+        sampler_id=f"{session_id}:sample:{seq}", session_id=session_id, seq=seq, base_model="tiny"
+    )
+    return replace(sampler, **changes)
+
+
+RUN = run_of().run_id
+
+
+def operation_of(
+    seq: int, kind: str = "forward_backward", payload: bytes = b"data", **changes: object
+) -> Operation:
+    operation = Operation(
+        run_id=RUN, seq=seq, kind=kind, request_id=f"op:{RUN}:{seq}", payload=payload
+    )
+    return replace(operation, **changes)
+
+
+def with_run(store: Store, tenant: TenantId = ACME, seq: int = 0, session_id: str = "s-1") -> Run:
+    """A session with a run that has been created."""
+    store.add_session(tenant, session_of(session_id))
+    run = run_of(seq, session_id)
+    store.add_run(tenant, run)
+    store.accept(tenant, operation_of(0, "create", run_id=run.run_id))
+    return store.commit_run_step(
+        tenant, run.run_id, 0,
+        version=0, state_path=None, state_kind=StateKind.FRESH, adapter_hash="hash0",
+    )  # fmt: skip
+
+
+def write_run_state(store: Store, version: int, size: int = 5, tenant: TenantId = ACME) -> str:
+    path = store.files.run_state(tenant, RUN, version)
+    Path(path).write_bytes(b"s" * size)
+    return path
+
+
+def take_run_step(store: Store, seq: int, version: int, **changes: object) -> Run:
+    """Accept an optimizer step and commit it, with a state file."""
+    store.accept(ACME, operation_of(seq, "optim_step"))
+    step = {
+        "version": version,
+        "state_path": write_run_state(store, version),
+        "state_kind": StateKind.SNAPSHOT,
+        "adapter_hash": f"hash{version}",
+        "result": b"stepped",
+    }
+    return store.commit_run_step(ACME, RUN, seq, **{**step, **changes})
+
+
+def checkpoint_of(
+    store: Store,
+    name: str = "final",
+    kind: CheckpointKind = CheckpointKind.SAMPLER,
+    *,
+    generation: int = 0,
+    tenant: TenantId = ACME,
+    run_id: str = RUN,
+    size: int = 7,
+    **changes: object,
+) -> Checkpoint:
+    """A checkpoint whose files are written."""
+    files = store.files.checkpoint(tenant, run_id, kind, name, generation=generation).prepare()
+    Path(files.adapter).mkdir(exist_ok=True)
+    (Path(files.adapter) / "adapter_model.safetensors").write_bytes(b"a" * size)
+    checkpoint = Checkpoint(
+        run_id=run_id, kind=kind, name=name, version=1, adapter_hash=f"hash{generation}",
+        folder=files.folder,
+    )  # fmt: skip
+    return replace(checkpoint, **changes)
 
 
 def all_rows(store: Store) -> dict[str, list[tuple]]:
