@@ -33,7 +33,9 @@ from marlaas.service.auth import WithCaller
 from marlaas.service.limits import check_archive
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.places import JobName, VersionName
-from marlaas.service.wire import KeepBody, Responses, VersionInfo, VersionList
+from marlaas.service.wire.common import Responses
+from marlaas.service.wire.jobs import KeepBody
+from marlaas.service.wire.versions import VersionInfo, VersionList
 from marlaas.store.db import Store
 from marlaas.types import TenantId
 

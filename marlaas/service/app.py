@@ -43,7 +43,7 @@ from marlaas.service.faults import no_route, other_methods, problems_of
 from marlaas.service.limits import BodyLimit, well_formed
 from marlaas.service.logs import RequestLog
 from marlaas.service.parts import Parts
-from marlaas.service.wire import ErrorAnswer, Problem, Responses
+from marlaas.service.wire.common import ErrorAnswer, Problem, Responses
 
 STATUS: Mapping[type[MarlaasError], int] = {
     InvalidRequest: 422,

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.routing import compile_path
 
-from marlaas.service.wire import Body
+from marlaas.service.wire.common import Body
 
 MAX_SHOWN_CHARS = 48
 """Most of a value that a message repeats."""

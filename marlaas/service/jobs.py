@@ -29,7 +29,8 @@ from marlaas.loop.serving import find_version
 from marlaas.service.auth import WithCaller
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.places import JobName, PageSize, SweepName
-from marlaas.service.wire import JobBody, JobInfo, JobPage, SweepBody, SweepInfo, SweepRow, finite
+from marlaas.service.wire.common import finite
+from marlaas.service.wire.jobs import JobBody, JobInfo, JobPage, SweepBody, SweepInfo, SweepRow
 from marlaas.store.codec import encode
 from marlaas.store.db import Store, StoredJob
 from marlaas.store.files import check_segment

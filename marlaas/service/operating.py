@@ -13,7 +13,7 @@ from marlaas import runtime
 from marlaas.service.auth import WithOperator
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.telemetry import Trace, gauge
-from marlaas.service.wire import Health, NoticeInfo, WorkerInfo, WorkersInfo
+from marlaas.service.wire.operating import Health, NoticeInfo, WorkerInfo, WorkersInfo
 from marlaas.store.db import Store
 from marlaas.types import JobState, TenantId
 

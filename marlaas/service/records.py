@@ -14,17 +14,15 @@ from marlaas.service.auth import WithCaller
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.places import MAX_CURSOR, After, JobName, PageSize
 from marlaas.service.streams import EventResponse
-from marlaas.service.wire import (
+from marlaas.service.wire.common import Responses
+from marlaas.service.wire.groups import GroupInfo, GroupPage, GroupRow
+from marlaas.service.wire.jobs import (
     EvaluationBody,
     EvaluationInfo,
     EvaluationList,
     EvaluationStarted,
     EventInfo,
     EventPage,
-    GroupInfo,
-    GroupPage,
-    GroupRow,
-    Responses,
     StepInfo,
     StepPage,
 )

@@ -15,19 +15,19 @@ from marlaas.errors import InvalidRequest, UnsupportedFeature
 from marlaas.loop.serving import BASE_MODEL, Opening
 from marlaas.service.auth import Caller, WithCaller
 from marlaas.service.parts import Parts, WithParts
-from marlaas.service.wire import (
+from marlaas.service.wire.completions import (
     ChatAnswer,
     ChatBody,
     ChatChoice,
     CompletionAnswer,
     CompletionBody,
     CompletionChoice,
-    MessageInfo,
     ModelInfo,
     ModelList,
     SamplingBody,
     TokenCounts,
 )
+from marlaas.service.wire.groups import MessageInfo
 from marlaas.store.db import Store
 from marlaas.types import Completion, Message, SamplingParams, StopReason, TenantId
 

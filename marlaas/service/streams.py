@@ -27,7 +27,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from marlaas.errors import QuotaExceeded, Unauthorized
-from marlaas.service.wire import EventInfo
+from marlaas.service.wire.jobs import EventInfo
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.types import Event, Tenant, TenantId

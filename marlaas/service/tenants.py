@@ -16,7 +16,7 @@ from marlaas.service.auth import (
 )
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.places import After, PageSize, named
-from marlaas.service.wire import (
+from marlaas.service.wire.tenants import (
     AuditEntry,
     AuditPage,
     KeyBody,

@@ -17,7 +17,7 @@ from marlaas.service.auth import Caller, WithCaller
 from marlaas.service.limits import read_body
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.places import UploadName
-from marlaas.service.wire import UploadInfo, UploadList
+from marlaas.service.wire.versions import UploadInfo, UploadList
 from marlaas.store.db import Store
 from marlaas.store.files import Files
 from marlaas.store.uploads import digest_of

@@ -20,7 +20,8 @@ from marlaas.service import adapters
 from marlaas.service.app import STATUS, status_of
 from marlaas.service.logs import JsonFormatter, mask
 from marlaas.service.telemetry import MAX_TENANTS, Telemetry
-from marlaas.service.wire import ChatBody, CompletionBody, JobBody
+from marlaas.service.wire.completions import ChatBody, CompletionBody
+from marlaas.service.wire.jobs import JobBody
 from marlaas.store.db import Store
 from marlaas.store.files import Files
 from marlaas.types import TenantId
