@@ -13,7 +13,10 @@
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -21,7 +24,7 @@ from sqlalchemy import bindparam, func
 
 from marlaas import runtime
 from marlaas.errors import Conflict, InvalidRequest, NotFound, StoreUnavailable
-from marlaas.store.columns import encode_json
+from marlaas.store.columns import clean_text, encode_json
 from marlaas.store.files import check_checkpoint_name, size_of
 from marlaas.store.operations import Operations
 from marlaas.store.runs import no_run, no_sampler
@@ -87,6 +90,14 @@ _ABANDONED = (
         sessions.c.finished_s.is_not(None) | (sessions.c.seen_s <= bindparam("since")),
     )
 )
+_STATE_PATHS = sa.select(runs.c.state_path).where(runs.c.state_path.is_not(None))
+_FOLDERS = sa.select(
+    checkpoints.c.tenant_id,
+    checkpoints.c.run_id,
+    checkpoints.c.kind,
+    checkpoints.c.name,
+    checkpoints.c.generation,
+)
 _USE_SAMPLER = (
     sa.update(samplers)
     .where(
@@ -120,8 +131,8 @@ class Checkpoints(Operations):
             if db.execute(_HAS_RUN, key).first() is None:
                 raise no_run(checkpoint.run_id)
             before = db.execute(_ANY, key).first()
-            if before is not None:
-                old = self._checkpoint(before)
+            old = None if before is None else self._checkpoint(before)
+            if old is not None:
                 if _is_same(old, checkpoint):
                     return old
                 is_over = old.expires_s is not None and old.expires_s <= key["now"]
@@ -132,7 +143,7 @@ class Checkpoints(Operations):
                     )
                 db.execute(_DELETE, key)
             db.execute(_ADD, row)
-        if before is not None and old.folder != checkpoint.folder:
+        if old is not None and old.folder != checkpoint.folder:
             self.files.delete_checkpoint(old.folder)
         return self.checkpoint(tenant_id, checkpoint.run_id, checkpoint.kind, checkpoint.name)
 
@@ -181,7 +192,11 @@ class Checkpoints(Operations):
         Raises:
             NotFound: this tenant has no such sampler.
         """
-        values = {"tenant": tenant_id, "sampler": sampler_id, "now": runtime.wall_time_s()}
+        values = {
+            "tenant": tenant_id,
+            "sampler": clean_text(sampler_id),
+            "now": runtime.wall_time_s(),
+        }
         with self._transaction() as db:
             row = db.execute(_USE_SAMPLER, values).first()
             if row is None:
@@ -209,7 +224,7 @@ class Checkpoints(Operations):
             _IS_KEPT,
         ]
         if run_id is not None:
-            conditions.append(checkpoints.c.run_id == run_id)
+            conditions.append(checkpoints.c.run_id == clean_text(run_id))
         order = (*_NEWEST_FIRST, checkpoints.c.run_id, checkpoints.c.kind, checkpoints.c.name)
         page = sa.select(checkpoints).where(*conditions).order_by(*order)
         total = sa.select(func.count()).select_from(checkpoints).where(*conditions)
@@ -336,18 +351,25 @@ class Checkpoints(Operations):
         self._delete_folders([*gone, *abandoned])
         return len(gone) + len(abandoned)
 
-    def _forget(self, db: sa.Connection, rows: list[sa.Row]) -> None:
+    def _delete_strays(self) -> None:
+        """Delete files of runs that no row names: what kills have left behind."""
+        states, folders = self._rows(_STATE_PATHS, {}), self._rows(_FOLDERS, {})
+        named = {self.files.root / row.state_path for row in states}
+        named |= {self._folder(row) for row in folders}
+        self.files.delete_strays(named, before_s=runtime.wall_time_s() - UNUSED_S)
+
+    def _forget(self, db: sa.Connection, rows: Sequence[sa.Row]) -> None:
         if rows:
             db.execute(
                 _DELETE, [_key(row.tenant_id, row.run_id, row.kind, row.name) for row in rows]
             )
 
-    def _delete_folders(self, rows: list[sa.Row]) -> None:
+    def _delete_folders(self, rows: Sequence[sa.Row]) -> None:
         for row in rows:
-            self.files.delete_checkpoint(self._checkpoint(row).folder)
+            self.files.delete_checkpoint(self._folder(row))
 
     def _change_checkpoint(
-        self, statement: sa.Executable, key: dict[str, object], **values: object
+        self, statement: sa.Executable, key: dict[str, Any], **values: object
     ) -> None:
         with self._transaction() as db:
             if db.execute(statement, {**key, **values}).rowcount != 1:
@@ -355,7 +377,7 @@ class Checkpoints(Operations):
 
     def _checkpoint_row(
         self, tenant_id: TenantId, checkpoint: Checkpoint, size: int
-    ) -> dict[str, object]:
+    ) -> dict[str, Any]:
         generation = generation_of(checkpoint)
         place = self.files.checkpoint(
             tenant_id,
@@ -384,18 +406,24 @@ class Checkpoints(Operations):
             "expires_s": checkpoint.expires_s,
         }
 
-    def _checkpoint(self, row: sa.Row) -> Checkpoint:
-        kind = CheckpointKind(row.kind)
+    def _folder(self, row: sa.Row) -> Path:
         files = self.files.checkpoint(
-            TenantId(row.tenant_id), row.run_id, kind, row.name, generation=row.generation
+            TenantId(row.tenant_id),
+            row.run_id,
+            CheckpointKind(row.kind),
+            row.name,
+            generation=row.generation,
         )
+        return files.folder
+
+    def _checkpoint(self, row: sa.Row) -> Checkpoint:
         return Checkpoint(
             run_id=row.run_id,
-            kind=kind,
+            kind=CheckpointKind(row.kind),
             name=row.name,
             version=row.version,
             adapter_hash=row.adapter_hash,
-            folder=files.folder,
+            folder=self._folder(row),
             has_optimizer=bool(row.has_optimizer),
             size_bytes=row.size_bytes,
             is_public=bool(row.is_public),
@@ -434,12 +462,12 @@ def _is_same(stored: Checkpoint, new: Checkpoint) -> bool:
     )
 
 
-def _key(tenant_id: TenantId, run_id: str, kind: CheckpointKind, name: str) -> dict[str, object]:
+def _key(tenant_id: TenantId, run_id: str, kind: CheckpointKind, name: str) -> dict[str, Any]:
     return {
         "tenant": tenant_id,
-        "run": run_id,
+        "run": clean_text(run_id),
         "of_kind": CheckpointKind(kind).value,
-        "of_name": name,
+        "of_name": clean_text(name),
         "now": runtime.wall_time_s(),
     }
 

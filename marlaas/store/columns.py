@@ -6,6 +6,8 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
+from marlaas.errors import InvalidRequest
+
 
 def encode_json(value: object) -> str:
     """Return JSON in which NaN is null and text that is not Unicode was made so."""
@@ -18,6 +20,17 @@ def encode_json(value: object) -> str:
 def clean_text(value: str) -> str:
     """Return text without lone surrogates and zeros, which come in what foreign code prints."""
     return value.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
+def check_number(what: str, number: int) -> int:
+    """Return a number that a client counts with, if a column takes it.
+
+    Raises:
+        InvalidRequest: it does not.
+    """
+    if not 0 <= number < 1 << 63:
+        raise InvalidRequest(f"{what} {number}: use a number from 0 to 2**63 - 1")
+    return number
 
 
 def finite_or_none(value: float | None) -> float | None:

@@ -98,6 +98,7 @@ class Store(Tenants, Checkpoints, Backups):
         """
         super().__init__(root, durability=durability, url=url, runs_jobs=runs_jobs)
         self._tidied = set()
+        self._is_swept = False
 
     @classmethod
     def open(
@@ -113,7 +114,11 @@ class Store(Tenants, Checkpoints, Backups):
 
     def drop_expired(self) -> int:
         """Delete adapters and checkpoints whose time is over, and the training state of runs that
-        nobody goes on with, of all tenants; return how many things went."""
+        nobody goes on with, of all tenants; return how many things went. Once in a process, what
+        kills have left of others goes too."""
+        if not self._is_swept:
+            self._is_swept = True
+            self._delete_strays()
         return (
             self._drop_expired_adapters() + self._drop_expired_checkpoints() + self._end_old_runs()
         )

@@ -17,7 +17,7 @@
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -261,6 +261,11 @@ class Files:
         """Delete a checkpoint's folder. Its place is free at once."""
         self._throw_away(folder)
 
+    def delete_strays(self, named: Set[Path], *, before_s: float) -> None:
+        """Delete states and checkpoints of runs that are not among those `named`, unless they were
+        changed after a time: they may be about to get a name."""
+        self._delete(_delete_strays, self.root / "runs", named, before_s)
+
     def delete_upload(self, tenant_id: TenantId, digest: str) -> None:
         with suppress(OSError):
             self.upload(tenant_id, digest).unlink()
@@ -342,6 +347,13 @@ def _delete_older(states: Path, newest: int) -> None:
         for path in states.iterdir():
             number = path.name.removeprefix("v").partition(".")[0]
             if number.isdigit() and int(number) < newest:
+                _remove(path)
+
+
+def _delete_strays(runs: Path, named: Set[Path], before_s: float) -> None:
+    for path in runs.glob("*/*/*/*"):  # tenant, run, kind or "states", one of them
+        with suppress(OSError):
+            if path not in named and path.stat().st_mtime <= before_s:
                 _remove(path)
 
 

@@ -14,6 +14,7 @@
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 
 import sqlalchemy as sa
@@ -21,7 +22,7 @@ from sqlalchemy import bindparam
 
 from marlaas import runtime
 from marlaas.errors import Conflict, NotFound
-from marlaas.store.columns import clean_text
+from marlaas.store.columns import check_number, clean_text
 from marlaas.store.runs import RunRecords, no_run
 from marlaas.store.schema import operation_payloads, operation_results, operations, runs
 from marlaas.types import (
@@ -179,8 +180,9 @@ class Operations(RunRecords):
             NotFound: this tenant has no such run.
             Conflict: the number was used for something else, or its time is over, or the run's is.
         """
+        check_number("seq_id", operation.seq)
         digest = _digest(operation)
-        key = {"tenant": tenant_id, "run": operation.run_id, "number": operation.seq}
+        key = _key(tenant_id, operation.run_id, operation.seq)
         with self._transaction() as db:
             stored = db.execute(_WITH_RESULT, key).first()
             if stored is not None:
@@ -231,7 +233,8 @@ class Operations(RunRecords):
         Raises:
             NotFound: this tenant has no such operation, or it has been forgotten by now.
         """
-        row = self._row(_WITH_RESULT, {"tenant": tenant_id, "run": run_id, "number": seq})
+        is_possible = 0 <= seq < 1 << 63
+        row = self._row(_WITH_RESULT, _key(tenant_id, run_id, seq)) if is_possible else None
         if row is None:
             raise _no_operation(run_id, seq)
         return _operation(row, result=row.result)
@@ -253,7 +256,7 @@ class Operations(RunRecords):
         Raises:
             NotFound: this tenant has no such operation.
         """
-        key = {"tenant": tenant_id, "run": run_id, "number": seq}
+        key = _key(tenant_id, run_id, seq)
         with self._transaction() as db:
             kind = self._finish(db, key, error, category)
             if kind is None:
@@ -290,7 +293,7 @@ class Operations(RunRecords):
             NotFound: this tenant has no such operation, or what the state is taken from is gone.
             StoreUnavailable: the state is not on the disk.
         """
-        key = {"tenant": tenant_id, "run": run_id, "number": seq}
+        key = _key(tenant_id, run_id, seq)
         state = self._own_state(tenant_id, run_id, version, state_path)
         move = {
             "new_version": version,
@@ -365,7 +368,7 @@ class Operations(RunRecords):
         return replace(operation, created_s=now_s, finished_s=row["finished_s"])
 
     def _finish(
-        self, db: sa.Connection, key: dict[str, object], error: str, category: str
+        self, db: sa.Connection, key: Mapping[str, object], error: str, category: str
     ) -> str | None:
         """Finish an operation; return its kind, or None if it was finished before."""
         state = OperationState.FAILED if error else OperationState.DONE
@@ -381,7 +384,7 @@ class Operations(RunRecords):
             raise _no_operation(str(key["run"]), key["number"])
         return kind
 
-    def _add_result(self, db: sa.Connection, key: dict[str, object], result: bytes) -> int:
+    def _add_result(self, db: sa.Connection, key: Mapping[str, object], result: bytes) -> int:
         if not result:
             return 0
         row = {
@@ -394,7 +397,7 @@ class Operations(RunRecords):
         db.execute(_ADD_RESULT, row)
         return len(result)
 
-    def _use(self, db: sa.Connection, key: dict[str, object], num_bytes: int) -> None:
+    def _use(self, db: sa.Connection, key: Mapping[str, object], num_bytes: int) -> None:
         """Note that a run was used, and how the size of its journal changed."""
         values = {
             "tenant": key["tenant"],
@@ -403,6 +406,10 @@ class Operations(RunRecords):
             "more": num_bytes,
         }
         db.execute(_USE, values)
+
+
+def _key(tenant_id: TenantId, run_id: str, seq: int) -> Mapping[str, object]:
+    return {"tenant": tenant_id, "run": clean_text(run_id), "number": seq}
 
 
 def _digest(operation: Operation) -> str:

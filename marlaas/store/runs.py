@@ -8,7 +8,7 @@
   its folder first: it stays whatever becomes of that.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,7 +18,7 @@ from sqlalchemy import bindparam, func
 from marlaas import runtime
 from marlaas.errors import Conflict, NotFound, QuotaExceeded, StoreUnavailable
 from marlaas.store import codec
-from marlaas.store.columns import encode_json
+from marlaas.store.columns import check_number, clean_text, encode_json
 from marlaas.store.files import check_run_id, size_of
 from marlaas.store.schema import operations, runs, samplers, sessions
 from marlaas.store.sessions import Sessions
@@ -129,11 +129,12 @@ class RunRecords(Sessions):
             Conflict: there is another run of that number or id.
             QuotaExceeded: the tenant has `max_live` runs at work.
         """
+        check_number("model_seq_id", run.seq)
         check_run_id(run.run_id)
         row = _run_row(tenant_id, run)
         find = {
             "tenant": tenant_id,
-            "session": run.session_id,
+            "session": clean_text(run.session_id),
             "run": run.run_id,
             "number": run.seq,
         }
@@ -155,7 +156,7 @@ class RunRecords(Sessions):
         Raises:
             NotFound: this tenant has no such run.
         """
-        row = self._row(_ONE, {"tenant": tenant_id, "run": run_id})
+        row = self._row(_ONE, {"tenant": tenant_id, "run": clean_text(run_id)})
         if row is None:
             raise no_run(run_id)
         return self._run(row)
@@ -171,7 +172,7 @@ class RunRecords(Sessions):
         """Return a tenant's runs, newest first, of one session or all; and how many there are."""
         conditions = [runs.c.tenant_id == tenant_id]
         if session_id is not None:
-            conditions.append(runs.c.session_id == session_id)
+            conditions.append(runs.c.session_id == clean_text(session_id))
         order = (runs.c.created_s.desc(), runs.c.session_id, runs.c.seq.desc())
         page = sa.select(runs).where(*conditions).order_by(*order).limit(limit).offset(offset)
         total = sa.select(func.count()).select_from(runs).where(*conditions)
@@ -184,7 +185,7 @@ class RunRecords(Sessions):
     def mark_corrupted(self, tenant_id: TenantId, run_id: str) -> None:
         """Note that the state of a run cannot be trusted any more."""
         with self._transaction() as db:
-            if db.execute(_MARK, {"tenant": tenant_id, "run": run_id}).rowcount != 1:
+            if db.execute(_MARK, {"tenant": tenant_id, "run": clean_text(run_id)}).rowcount != 1:
                 raise no_run(run_id)
 
     def unfinished_runs(self) -> list[tuple[TenantId, str]]:
@@ -200,10 +201,11 @@ class RunRecords(Sessions):
             NotFound: this tenant has no such session.
             Conflict: there is another sampler of that number or id.
         """
+        check_number("sampling_session_seq_id", sampler.seq)
         check_run_id(sampler.sampler_id)
         find = {
             "tenant": tenant_id,
-            "session": sampler.session_id,
+            "session": clean_text(sampler.session_id),
             "sampler": sampler.sampler_id,
             "number": sampler.seq,
         }
@@ -212,7 +214,7 @@ class RunRecords(Sessions):
             "session_id": sampler.session_id,
             "sampler_id": sampler.sampler_id,
             "seq": sampler.seq,
-            "base_model": sampler.base_model,
+            "base_model": clean_text(sampler.base_model),
             "checkpoint_path": sampler.checkpoint_path,
         }
         with self._transaction() as db:
@@ -235,14 +237,14 @@ class RunRecords(Sessions):
         Raises:
             NotFound: this tenant has no such sampler.
         """
-        row = self._row(_SAMPLER, {"tenant": tenant_id, "sampler": sampler_id})
+        row = self._row(_SAMPLER, {"tenant": tenant_id, "sampler": clean_text(sampler_id)})
         if row is None:
             raise no_sampler(sampler_id)
         return _sampler(row)
 
     def samplers(self, tenant_id: TenantId, session_id: str) -> list[Sampler]:
         """Return the samplers of a session, by number."""
-        rows = self._rows(_SAMPLERS, {"tenant": tenant_id, "session": session_id})
+        rows = self._rows(_SAMPLERS, {"tenant": tenant_id, "session": clean_text(session_id)})
         return [_sampler(row) for row in rows]
 
     # --------------------------------------------------------------------------------------
@@ -333,7 +335,7 @@ def _run_row(tenant_id: TenantId, run: Run) -> dict[str, object]:
         "session_id": run.session_id,
         "run_id": run.run_id,
         "seq": run.seq,
-        "base_model": run.base_model,
+        "base_model": clean_text(run.base_model),
         "spec": codec.encode(run.spec),
         "metadata": encode_json(run.metadata),
         "optimizer": encode_json(run.optimizer),
@@ -345,7 +347,7 @@ def _run_row(tenant_id: TenantId, run: Run) -> dict[str, object]:
     }
 
 
-def _check_same(row: Mapping[str, object], before: list[sa.RowMapping]) -> None:
+def _check_same(row: Mapping[str, object], before: Sequence[sa.RowMapping]) -> None:
     for one in before:
         is_same = bytes(one["spec"]) == row["spec"]
         if not is_same or any(one[name] != row[name] for name in _ASKED):

@@ -2,6 +2,7 @@
 
     add_session ─► touch_session* ─► finish_session        the first word about the end holds
 
+- An id that is looked up may be any text that a client sent.
 - Session ids are unique over all tenants, and so is what is derived from them.
 - What a session made outlives it: runs and samplers go when nobody uses them any more.
 """
@@ -79,7 +80,7 @@ class Sessions(UsageRecords):
         Raises:
             NotFound: this tenant has no such session.
         """
-        row = self._row(_ONE, {"tenant": tenant_id, "session": session_id})
+        row = self._row(_ONE, {"tenant": tenant_id, "session": clean_text(session_id)})
         if row is None:
             raise _no_session(session_id)
         return _session(row)
@@ -104,7 +105,7 @@ class Sessions(UsageRecords):
             NotFound: this tenant has no such session.
         """
         now_s = runtime.wall_time_s()
-        values = {"tenant": tenant_id, "session": session_id, "now": now_s}
+        values = {"tenant": tenant_id, "session": clean_text(session_id), "now": now_s}
         with self._transaction() as db:
             if db.execute(_FINISH, {**values, "why": clean_text(reason)}).rowcount == 1:
                 return
@@ -134,7 +135,7 @@ class Sessions(UsageRecords):
         self, statement: sa.Executable, tenant_id: TenantId, session_id: str, **values: object
     ) -> None:
         with self._transaction() as db:
-            key = {"tenant": tenant_id, "session": session_id}
+            key = {"tenant": tenant_id, "session": clean_text(session_id)}
             if db.execute(statement, {**key, **values}).rowcount != 1:
                 raise _no_session(session_id)
 

@@ -109,7 +109,10 @@ def test_a_boundary_replaces_the_state_and_counts_once(store: Store) -> None:
         run = take_run_step(store, version, version, usage=Usage(trained_tokens=10))
         assert states_on_disk(store) == [f"v00000{version}"]
         assert run.state_path == store.files.run_state(ACME, RUN, version)
-        assert (run.state_kind, Path(run.state_path).read_bytes()) == (StateKind.SNAPSHOT, b"sssss")
+        assert (run.state_kind, Path(run.state_path or "").read_bytes()) == (
+            StateKind.SNAPSHOT,
+            b"sssss",
+        )
     before = all_rows(store)
     take_run_step(store, 2, 2, usage=Usage(trained_tokens=10), result=b"other")
     assert all_rows(store) == before
