@@ -8,12 +8,8 @@ from fastapi import APIRouter, Depends, Path, Query
 
 from marlaas import runtime
 from marlaas.errors import Conflict
-from marlaas.service.auth import (
-    Identity,
-    WithCaller,
-    WithIdentity,
-    WithOperator,
-)
+from marlaas.service.auth import WithCaller, WithIdentity, WithOperator
+from marlaas.service.identities import Identity
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.places import After, PageSize, named
 from marlaas.service.wire.tenants import (
@@ -173,6 +169,7 @@ async def delete_tenant(operator: WithOperator, parts: WithParts, tenant: Tenant
     await parts.controller.purge_tenant(tenant)
     parts.hub.end(tenant_id=tenant)
     parts.rates.forget(tenant)
+    parts.identities.forget()
     await _audit(parts, operator, "delete tenant", tenant, {})
     await _tell_loop(parts)
 
@@ -263,6 +260,7 @@ async def _list_keys(parts: Parts, tenant_id: TenantId) -> KeyList:
 
 async def _revoke(parts: Parts, operator: Identity, tenant_id: TenantId, key_id: str) -> None:
     await parts.store.call(Store.revoke_key, tenant_id, key_id)
+    parts.identities.forget()
     parts.hub.end(key_id=key_id)
     await _audit(parts, operator, "revoke key", tenant_id, {"key_id": key_id})
 
@@ -274,5 +272,6 @@ async def _audit(
 
 
 async def _tell_loop(parts: Parts) -> None:
-    """New shares and limits apply to what runs."""
+    """New shares and limits apply to what runs, and to what comes next."""
+    parts.identities.forget()
     parts.controller.tenants_changed(await parts.store.call(Store.tenants))
