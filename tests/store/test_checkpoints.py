@@ -11,6 +11,7 @@ import pytest
 from marlaas.errors import Conflict, InvalidRequest, NotFound, StoreUnavailable
 from marlaas.store.checkpoints import split_path
 from marlaas.store.db import Store
+from marlaas.store.files import Files
 from marlaas.types import CheckpointKind
 from tests.store.records import (
     ACME,
@@ -55,6 +56,17 @@ def test_a_checkpoint_comes_back_with_its_size(store: Store, clock: Clock) -> No
     before = all_rows(store)
     assert store.add_checkpoint(ACME, new) == stored
     assert all_rows(store) == before
+
+
+def test_a_link_that_is_made_again_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/weights").write_bytes(b"w")
+    for _ in range(2):
+        files.link(tmp_path / "adapter", tmp_path / "to/adapter")
+        files.link(tmp_path / "adapter/weights", tmp_path / "to/state")
+    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == ["adapter", "state"]
+    assert (tmp_path / "adapter/weights").stat().st_nlink == 3
 
 
 def test_a_checkpoint_without_files_is_none(store: Store) -> None:
