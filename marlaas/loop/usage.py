@@ -27,6 +27,7 @@ DAY_S = 86_400.0
 UNLIMITED = Quotas(
     max_running_jobs=None,
     max_queued_jobs=None,
+    max_runs=None,
     tokens_a_day=None,
     stored_bytes=None,
     sandbox_cpu_s_a_day=None,
