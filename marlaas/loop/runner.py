@@ -85,8 +85,6 @@ class RunnerSettings:
     """How long an operation waits for one with a smaller number that has not come."""
     max_waiting_bytes: int = 512 << 20
     """Operations of one tenant that have no outcome yet; more are to be sent later."""
-    result_kept_s: float = 3600.0
-    """How long an outcome may be asked for."""
     drain_s: float = 10.0
     """How long `close` lets what is at workers come to its end."""
 
@@ -433,7 +431,7 @@ class Runner:
         saved = ops.Saved(path=checkpoint.path, size_bytes=checkpoint.size_bytes)
         await self._finish(entry, saved)
 
-    async def _keep(  # noqa: PLR0913, what a checkpoint has
+    async def _keep(
         self,
         entry: Entry,
         kind: CheckpointKind,

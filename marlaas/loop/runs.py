@@ -22,12 +22,11 @@
 
 import asyncio
 import itertools
-import logging
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from marlaas.errors import Conflict, NotFound, QuotaExceeded, StoreUnavailable
+from marlaas.errors import Conflict, NotFound, QuotaExceeded
 from marlaas.loop.journal import Entry, Journal
 from marlaas.loop.operations import (
     CREATE_SEQ,
@@ -59,11 +58,6 @@ from marlaas.types import (
     Run,
     TenantId,
 )
-
-logger = logging.getLogger(__name__)
-
-TIDY_PERIOD_S = 300.0
-"""Time between deletions of outcomes that nobody may ask for any more."""
 
 FULL_RETRY_S = 2.0
 """What a tenant with too much waiting is told to wait."""
@@ -106,7 +100,6 @@ class Runs:
         """Go on with every accepted operation of the store."""
         for tenant_id, run_id in await self._store.call(Store.unfinished_runs):
             (await self._open(tenant_id, run_id)).wake()
-        self._spawn(self._tidy())
 
     async def close(self) -> None:
         """Let what is at workers come to its end, and begin nothing more; what was accepted stays
@@ -353,13 +346,6 @@ class Runs:
         task = asyncio.create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    async def _tidy(self) -> None:
-        """Delete old outcomes, now and then."""
-        while True:
-            with suppress(StoreUnavailable):
-                await self._store.inner.call(Store.drop_results, self._settings.result_kept_s)
-            await asyncio.sleep(TIDY_PERIOD_S)
 
 
 @dataclass(frozen=True, slots=True)
