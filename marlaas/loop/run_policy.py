@@ -136,8 +136,13 @@ class RunPolicy:
 
     @property
     def station(self) -> Station:
-        """Where it is loaded."""
-        assert self._station is not None
+        """Where it is to be loaded, or is.
+
+        Raises:
+            WorkerLost: nowhere.
+        """
+        if self._station is None:
+            raise WorkerLost(f"{self._run_id} is on no worker")
         return self._station
 
     @property
@@ -151,9 +156,9 @@ class RunPolicy:
         Raises:
             WorkerLost: the worker went away since the run was loaded.
         """
-        if self._station is None or not self.is_loaded:
+        if not self.is_loaded:
             raise WorkerLost(f"{self._run_id} is not loaded")
-        return self._station.worker.trainer
+        return self.station.worker.trainer
 
     async def bring(self) -> None:
         """Have the run on a worker as the store knows it, gradient included; at once if it is.
@@ -314,9 +319,10 @@ class RunPolicy:
 
     async def _forget(self) -> None:
         """Take whatever there is of the run off the worker that is there now."""
+        self._home = NOWHERE  # before anything is awaited: a run that has work finds it gone
         if self._station is not None and self._station.home == self._touched:
             await self._remove(self._station.worker.trainer, self._policy_id)
-        self._home = self._touched = NOWHERE
+        self._touched = NOWHERE
 
     async def _leave(self) -> None:
         station = self._station

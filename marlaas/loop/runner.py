@@ -173,7 +173,9 @@ class Runner:
 
     def _rest(self, task: "asyncio.Task[None]") -> None:
         self._task, self.policy.is_busy = None, False
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
             logger.error("run %s stands still", self.run.run_id, exc_info=error)
             return
         if not self._is_stopping:
@@ -183,6 +185,7 @@ class Runner:
 
     async def _work(self) -> None:
         """Execute operations until none is left."""
+        self.journal.put_back()
         while not self._is_stopping and len(self.journal):
             passes: Passes = deque()
             try:
@@ -197,13 +200,13 @@ class Runner:
 
     async def _work_through(self, passes: Passes) -> None:
         journal = self.journal
-        while len(journal):
+        while True:
             journal.changed.clear()
             while passes and passes[0][1].done():
                 await self._finish_pass(*passes.popleft())
             entry = None if self._is_stopping else journal.peek()
             if entry is None and not passes:
-                if self._is_stopping:
+                if self._is_stopping or not len(journal):
                     return
                 await self._wait_out_gap()
             elif entry is not None and self._may_begin(entry, passes):

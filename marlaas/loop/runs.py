@@ -322,6 +322,7 @@ class Runs:
             settings=self._settings,
             on_idle=self._note_idle,
         )
+        runner.is_over = known.is_over
         return runner
 
     def _gate(self, station: Station) -> TrainingGate:
@@ -357,9 +358,12 @@ class KnownRun:
     is_incomplete: bool
     """The gradient lacks a pass that failed."""
     accepted: Sequence[Operation]
+    is_over: bool
+    """Its session has ended."""
 
 
 def read_run(store: Store, tenant_id: TenantId, run_id: str) -> KnownRun:
     run = store.run(tenant_id, run_id)
     next_seq, is_incomplete = used_numbers(store, tenant_id, run_id)
-    return KnownRun(run, next_seq, is_incomplete, store.accepted(tenant_id, run_id))
+    is_over = store.session(tenant_id, run.session_id).finished_s is not None
+    return KnownRun(run, next_seq, is_incomplete, store.accepted(tenant_id, run_id), is_over)
