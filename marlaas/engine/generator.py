@@ -14,7 +14,7 @@ Shape suffixes: N tokens of a pass, D width, V vocabulary, T positions of one ch
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 from marlaas.engine.kv_attention import DecodeContext, PrefillContext
 from marlaas.engine.kv_cache import Chunk, Slab, SlabPool, capacity_for
-from marlaas.engine.prompt_scores import PromptScores
-from marlaas.engine.sampler import SamplingBatch, sample
+from marlaas.engine.prompt_scores import PromptScores, score_problems
+from marlaas.engine.sampler import SamplingBatch, most_likely, sample
 from marlaas.engine.scheduler import Scheduler
 from marlaas.engine.sequence import LiveSequence
 from marlaas.engine.types import SequenceRequest, SequenceResult, Work
@@ -106,7 +106,7 @@ class BatchGenerator:
 
         Raises:
             CapacityExceeded: the context alone is longer than `max_context`.
-            InvalidRequest: no tokens, or ids outside the vocabulary.
+            InvalidRequest: no tokens, ids outside the vocabulary, or scores that cannot be had.
             UnsupportedFeature: stop strings without a `decode_text`.
         """
         num_tokens = len(request.tokens)
@@ -120,16 +120,21 @@ class BatchGenerator:
             raise InvalidRequest(f"token ids: expected 0 to {self.base.vocab_size - 1}")
         if request.sampling.stop_strings and self.decode_text is None:
             raise UnsupportedFeature("stop strings: this engine has no tokenizer to decode with")
+        if problems := list(score_problems(request, self.base.vocab_size)):
+            raise InvalidRequest(*problems)
+        prefix_len = min(request.prefix_len, num_tokens - 1) if request.prefix_id else 0
+        if request.is_scored and request.first_scored:
+            prefix_len = min(prefix_len, request.first_scored)
         sequence = LiveSequence(
             slot=request.slot,
             tokens=request.tokens.tolist(),
             request=request,
             arrival=self._num_submitted,
             limit=min(num_tokens + request.sampling.max_tokens, self.max_context),
-            prefix_len=min(request.prefix_len, num_tokens - 1) if request.prefix_id else 0,
+            prefix_len=prefix_len,
         )
-        if request.prompt_logprobs or request.topk_prompt_logprobs:
-            self._scores[request.request_id] = PromptScores(request.topk_prompt_logprobs)
+        if scores := PromptScores.of(request):
+            self._scores[request.request_id] = scores
         self._num_submitted += 1
         self.scheduler.add(sequence)
 
@@ -253,6 +258,7 @@ class BatchGenerator:
         with self.base.bank.active(batch.lora):
             hidden_ND = self.base.hidden(batch.token_N, batch.position_N, batch.context, batch.lora)
             logits_NV = self.base.head(hidden_ND)[:num_rows].float()
+        top = batch.most_likely(logits_NV)
         samples = sample(logits_NV, batch.sampling, batch.next_position_N)
         batch.token_N[:num_rows] = samples.token_N
         batch.position_N[:num_rows] += 1
@@ -273,6 +279,8 @@ class BatchGenerator:
             if len(sequence.tokens) == sequence.num_cached:
                 sequence.tokens.append(token)
                 sequence.logprobs.append(logprobs[row])
+                if row in top:
+                    sequence.top.append(top[row])
             else:
                 replayed.append(row)
         for row in batch.text_rows:
@@ -312,6 +320,7 @@ class BatchGenerator:
             limit_N=np.array([s.limit for s in sequences]),
             stop_NS=stop_NS,
             text_rows=[row for row, p in enumerate(params) if p.stop_strings],
+            top_rows=_rows_by_top(sequences),
         )
 
     def _follow(self, batch: "_DecodeBatch", rows: list[int]) -> None:
@@ -330,6 +339,7 @@ class BatchGenerator:
         if not is_finite:
             sequence.tokens.pop()
             sequence.logprobs.pop()
+            del sequence.top[-1:]
             return self._finish(sequence, StopReason.NON_FINITE)
         if sequence.tokens[-1] in sequence.request.sampling.stop_token_ids:
             return self._finish(sequence, StopReason.STOP_TOKEN)
@@ -354,11 +364,12 @@ class BatchGenerator:
             slots=sequence.slots or [(0, sequence.slot)],
             num_cached_tokens=sequence.num_reused,
         )
-        if scores is not None and scores.num_scored >= sequence.num_prompt - 1:
-            if request.prompt_logprobs:
-                result.prompt_logprobs = scores.logprobs()
-            if request.topk_prompt_logprobs:
-                result.topk_prompt_ids, result.topk_prompt_logprobs = scores.topk()
+        if scores is not None and scores.is_complete:
+            result = replace(result, **scores.fields())
+        if num_top := request.topk_sample_logprobs:
+            ids, values = zip(*sequence.top, strict=True) if sequence.top else ((), ())
+            result.topk_sample_ids = np.array(ids, dtype=np.int32).reshape(-1, num_top)
+            result.topk_sample_logprobs = np.array(values, dtype=np.float32).reshape(-1, num_top)
         return result
 
     def _has_stop_string(self, sequence: LiveSequence) -> bool:
@@ -408,6 +419,14 @@ class BatchGenerator:
         return torch.tensor(values, dtype=torch.int64, device=self.base.device)
 
 
+def _rows_by_top(sequences: list[LiveSequence]) -> dict[int, list[int]]:
+    rows: dict[int, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        if num_top := sequence.request.topk_sample_logprobs:
+            rows.setdefault(num_top, []).append(row)
+    return rows
+
+
 @dataclass(slots=True, kw_only=True)
 class _DecodeBatch:
     """Everything about a decode batch that stays while its rows do, and its moving positions."""
@@ -430,6 +449,17 @@ class _DecodeBatch:
     """Stop tokens per row, -1 where there are fewer."""
     text_rows: list[int]
     """Rows with stop strings."""
+    top_rows: dict[int, list[int]]
+    """Rows that want their most likely tokens, by how many."""
+
+    def most_likely(self, logits_NV: Tensor) -> dict[int, tuple[list[int], list[float]]]:
+        """Return ids and logprobs of the most likely tokens of the rows that want them."""
+        out = {}
+        for num_top, rows in self.top_rows.items():
+            row_M = torch.tensor(rows, device=logits_NV.device)
+            ids_MK, values_MK = most_likely(logits_NV, self.sampling, row_M, num_top)
+            out |= zip(rows, zip(ids_MK.tolist(), values_MK.tolist(), strict=True), strict=True)
+        return out
 
     def advance(self) -> None:
         """Point the attention at this step's positions."""

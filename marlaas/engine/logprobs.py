@@ -1,8 +1,11 @@
 """Logprobs of chosen tokens from hidden states, through the head chunk by chunk.
 
+A cell is one chosen token of one row. Several of a row share its logits: the product of a row is
+made once, however many tokens are scored from it.
+
     z = (h W^T + bias + head adapter) / temperature,    logprob = z[target] - logsumexp(z)
 
-The logits of a pass never exist at once: forward keeps two numbers per token, backward computes a
+The logits of a pass never exist at once: forward keeps two numbers per row, backward computes a
 chunk's logits again. Only when all of them fit into one chunk are they kept instead.
 
 Invariants:
@@ -11,7 +14,7 @@ Invariants:
   depends on the adapter's own tokens alone. In exact mode every segment has chunks of its own.
 - Log-softmax is computed in fp32 or wider.
 
-Shape suffixes: M tokens to score, m those of one chunk, D width, V vocabulary.
+Shape suffixes: M rows, C cells, m and c those of one chunk, D width, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -41,7 +44,7 @@ MIN_CHUNK_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class HeadChunk:
-    """Rows [start, end) of the tokens to score."""
+    """Rows [start, end) of those to score."""
 
     start: int
     end: int
@@ -86,9 +89,11 @@ def cut_head_chunks(
 class ScoredRows:
     """What to score: whose rows they are, and their target tokens."""
 
-    targets_M: Tensor
+    targets_C: Tensor
     segments: Sequence[Segment]
     """Whose rows these are, in order; one segment per adapter."""
+    row_C: Tensor | None = None
+    """The row of each target, ascending; None: one each, in order."""
     inverse_temperature_M: Tensor | None = None
     """Logits are multiplied by it; None means 1."""
     grad_rows: Sequence[Tensor | None] | None = None
@@ -103,7 +108,7 @@ def selected_logprobs(
     is_exact: bool = False,
     max_chunk_logits: int = MAX_CHUNK_LOGITS,
 ) -> Tensor:
-    """Return log p(target | hidden) for every row [M], in fp32 or wider.
+    """Return log p(target | hidden) for every cell [C], in fp32 or wider.
 
     Differentiable towards `hidden_MD`; the head adapters' gradients are added to their rows in the
     backward pass. With `is_exact` neighbours change no bit of a row's result.
@@ -113,9 +118,11 @@ def selected_logprobs(
     chunks = cut_head_chunks(rows.segments, grad_rows, max_rows, is_exact=is_exact)
     pass_ = HeadPass(
         base=base,
-        targets_M=rows.targets_M,
+        targets_C=rows.targets_C,
+        row_C=rows.row_C,
         inverse_temperature_M=rows.inverse_temperature_M,
         chunks=chunks,
+        cells=_cells_of(chunks, rows.row_C),
         is_exact=is_exact,
     )
     if torch.is_grad_enabled() and (hidden_MD.requires_grad or rows.grad_rows is not None):
@@ -123,14 +130,27 @@ def selected_logprobs(
     return pass_.score(hidden_MD)[0]
 
 
+def _cells_of(chunks: Sequence[HeadChunk], row_C: Tensor | None) -> list[slice]:
+    """Return the cells of each chunk."""
+    if row_C is None:
+        return [slice(chunk.start, chunk.end) for chunk in chunks]
+    edges = torch.tensor([[chunk.start, chunk.end] for chunk in chunks]).reshape(-1, 2)
+    bounds = torch.searchsorted(row_C.cpu(), edges).tolist()
+    return [slice(start, end) for start, end in bounds]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadPass:
     """What one pass through the head needs beside the hidden states."""
 
     base: BaseModel
-    targets_M: Tensor
+    targets_C: Tensor
+    row_C: Tensor | None
+    """None: the cells are the rows."""
     inverse_temperature_M: Tensor | None
     chunks: Sequence[HeadChunk]
+    cells: Sequence[slice]
+    """Per chunk."""
     is_exact: bool
 
     @property
@@ -138,19 +158,23 @@ class HeadPass:
         return self.base.head
 
     def score(self, hidden_MD: Tensor) -> tuple[Tensor, Tensor, "_Logits | None"]:
-        """Return logprobs [M], log-sum-exps [M] and, if there is one chunk only, its logits."""
+        """Return logprobs [C], log-sum-exps [M] and, if there is one chunk only, its logits."""
         dtype = torch.promote_types(hidden_MD.dtype, torch.float32)
-        logprobs_M = hidden_MD.new_empty(hidden_MD.shape[0], dtype=dtype)
-        lse_M = torch.empty_like(logprobs_M)
+        logprobs_C = hidden_MD.new_empty(len(self.targets_C), dtype=dtype)
+        lse_M = hidden_MD.new_empty(hidden_MD.shape[0], dtype=dtype)
         logits = None
-        for chunk in self.chunks:
+        for chunk, cells in zip(self.chunks, self.cells, strict=True):
             logits = self.logits(hidden_MD, chunk)
-            target_m1 = self.targets_M[chunk.start : chunk.end, None]
+            target_c = self.targets_C[cells]
             lse_m = lse_M[chunk.start : chunk.end]
             torch.logsumexp(logits.z_mV, dim=-1, out=lse_m)
-            target_z_m = logits.z_mV.gather(1, target_m1)[:, 0]
-            torch.sub(target_z_m, lse_m, out=logprobs_M[chunk.start : chunk.end])
-        return logprobs_M, lse_M, logits if len(self.chunks) == 1 else None
+            if self.row_C is None:
+                target_z_c, lse_c = logits.z_mV.gather(1, target_c[:, None])[:, 0], lse_m
+            else:
+                row_c = self.row_C[cells] - chunk.start
+                target_z_c, lse_c = logits.z_mV[row_c, target_c], lse_m[row_c]
+            torch.sub(target_z_c, lse_c, out=logprobs_C[cells])
+        return logprobs_C, lse_M, logits if len(self.chunks) == 1 else None
 
     def logits(self, hidden_MD: Tensor, chunk: HeadChunk) -> "_Logits":
         """Return the logits of one chunk, divided by temperature."""
@@ -182,23 +206,32 @@ class HeadPass:
         return LoraBatch.build(bank, segments, grad_rows=grads, is_exact=self.is_exact)
 
     def backpropagate(
-        self, grad_M: Tensor, hidden_MD: Tensor, lse_M: Tensor, kept: "_Logits | None"
+        self, grad_C: Tensor, hidden_MD: Tensor, lse_M: Tensor, kept: "_Logits | None"
     ) -> Tensor:
         """Return the gradient of the hidden states, add the adapters' own to their rows, and use up
         the kept logits.
 
-        dz = g (onehot(target) - softmax(z)) / temperature,    dh = dz W + (adapter's share)
+        dz = sum over cells of g (onehot(target) - softmax(z)) / temperature
+        dh = dz W + (adapter's share)
         """
         grad_hidden_MD = torch.empty_like(hidden_MD)
-        scaled_g_M = grad_M.to(lse_M.dtype)
+        scaled_g_C = grad_C.to(lse_M.dtype)
         if self.inverse_temperature_M is not None:
-            scaled_g_M = scaled_g_M * self.inverse_temperature_M
-        for chunk in self.chunks:
+            inverse_C = self.inverse_temperature_M
+            scaled_g_C = scaled_g_C * (inverse_C if self.row_C is None else inverse_C[self.row_C])
+        for chunk, cells in zip(self.chunks, self.cells, strict=True):
             logits = kept if kept is not None else self.logits(hidden_MD, chunk)
             rows = slice(chunk.start, chunk.end)
-            g_m1 = scaled_g_M[rows, None]
-            dz_mV = logits.z_mV.sub_(lse_M[rows, None]).exp_().mul_(-g_m1)
-            dz_mV.scatter_add_(1, self.targets_M[rows, None], g_m1)
+            g_c, target_c = scaled_g_C[cells], self.targets_C[cells]
+            softmax_mV = logits.z_mV.sub_(lse_M[rows, None]).exp_()
+            if self.row_C is None:
+                dz_mV = softmax_mV.mul_(-g_c[:, None])
+                dz_mV.scatter_add_(1, target_c[:, None], g_c[:, None])
+            else:
+                row_c = self.row_C[cells] - chunk.start
+                g_m = g_c.new_zeros(chunk.end - chunk.start).index_add_(0, row_c, g_c)
+                dz_mV = softmax_mV.mul_(-g_m[:, None])
+                dz_mV.index_put_((row_c, target_c), g_c, accumulate=True)
             dz_mV = dz_mV.to(hidden_MD.dtype)
             grad_hidden_mD = self._project_back(dz_mV)
             if logits.batch is not None:
@@ -231,13 +264,13 @@ class _Logits:
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_MD, anchor, pass_):
-        logprobs_M, lse_M, ctx.kept = pass_.score(hidden_MD)
+        logprobs_C, lse_M, ctx.kept = pass_.score(hidden_MD)
         ctx.pass_ = pass_
         ctx.save_for_backward(hidden_MD, lse_M)
-        return logprobs_M
+        return logprobs_C
 
     @staticmethod
-    def backward(ctx, grad_M):  # type: ignore[override]
+    def backward(ctx, grad_C):  # type: ignore[override]
         hidden_MD, lse_M = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None
-        return ctx.pass_.backpropagate(grad_M, hidden_MD, lse_M, kept), None, None
+        return ctx.pass_.backpropagate(grad_C, hidden_MD, lse_M, kept), None, None

@@ -15,13 +15,16 @@ Shape suffixes: M trained tokens, B data.
 import difflib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from marlaas.errors import InvalidRequest
 from marlaas.types import OBJECTIVE_PARAMS, Objective
+
+BOUNDS = ("clip_low", "clip_high")
+"""Parameters that are distances from 1, to either side."""
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this before exp: e^20 = 5e8 still multiplies in fp32 without
@@ -43,6 +46,13 @@ class TrainedTokens:
     num_data: int
     reference_logprobs_M: Tensor | None = None
     """Under the frozen base; needed when `kl_coef` is not 0."""
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """[M] each. What data give token by token, see `LOSS_INPUTS`."""
+
+    def clip(self, r_M: Tensor, params: "Params") -> Tensor:
+        """Return the ratios within the bounds, each token's own where it has some."""
+        low, high = (self.inputs.get(name, params[name]) for name in BOUNDS)
+        return r_M.clamp(min=1.0 - low).clamp(max=1.0 + high)
 
     def log_ratio(self) -> Tensor:
         """Return log r [M], clamped."""
@@ -79,13 +89,15 @@ def ppo(tokens: TrainedTokens, params: Params) -> TokenLoss:
     Source: PPO, arXiv 1707.06347, eq. 7; unequal bounds as in DAPO, arXiv 2503.14476, eq. 8.
     """
     r_M = tokens.log_ratio().exp()
-    return _clipped_surrogate(r_M, tokens.advantages_M, params)
+    return _clipped_surrogate(r_M, tokens, params)
 
 
 def gspo(tokens: TrainedTokens, params: Params) -> TokenLoss:
     """loss = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) with one ratio per sequence.
 
-        s = exp(mean over the datum's trained tokens of log r),   s_t = sg(s) exp(lp - sg(lp))
+        s = exp(mean over the datum's tokens of log r),   s_t = sg(s) exp(lp - sg(lp))
+
+    The mean is over the trained tokens, or weighted by `ratio_mask`; over nothing it is 0.
 
     The token form: s_t has the value of s and the gradient of its own token. For one advantage and
     one weight per sequence its gradient is that of the sequence form.
@@ -94,15 +106,18 @@ def gspo(tokens: TrainedTokens, params: Params) -> TokenLoss:
     """
     lp_M, datum_M = tokens.logprobs_M, tokens.datum_M
     log_r_M = tokens.log_ratio().detach()
-    sum_B = log_r_M.new_zeros(tokens.num_data).index_add_(0, datum_M, log_r_M)
-    num_tokens_B = torch.bincount(datum_M, minlength=tokens.num_data).clamp(min=1)
-    s_M = (sum_B / num_tokens_B).exp()[datum_M] * (lp_M - lp_M.detach()).exp()
-    return _clipped_surrogate(s_M, tokens.advantages_M, params)
+    mask_M = tokens.inputs.get("ratio_mask", torch.ones_like(log_r_M))
+    nothing_B = log_r_M.new_zeros(tokens.num_data)
+    sum_B = nothing_B.index_add(0, datum_M, mask_M * log_r_M)
+    mass_B = nothing_B.index_add(0, datum_M, mask_M)
+    mean_B = torch.where(mass_B > 0, sum_B / mass_B, 0.0)
+    s_M = mean_B.exp()[datum_M] * (lp_M - lp_M.detach()).exp()
+    return _clipped_surrogate(s_M, tokens, params)
 
 
-def _clipped_surrogate(r_M: Tensor, a_M: Tensor, params: Params) -> TokenLoss:
-    clipped_r_M = r_M.clamp(1.0 - params["clip_low"], 1.0 + params["clip_high"])
-    free_M, clipped_M = r_M * a_M, clipped_r_M * a_M
+def _clipped_surrogate(r_M: Tensor, tokens: TrainedTokens, params: Params) -> TokenLoss:
+    a_M = tokens.advantages_M
+    free_M, clipped_M = r_M * a_M, tokens.clip(r_M, params) * a_M
     return TokenLoss(-torch.minimum(free_M, clipped_M), {"clipped": clipped_M < free_M})
 
 
@@ -113,7 +128,7 @@ def cispo(tokens: TrainedTokens, params: Params) -> TokenLoss:
     default (clip_low = 1).
     """
     r_M = tokens.log_ratio().detach().exp()
-    w_M = r_M.clamp(1.0 - params["clip_low"], 1.0 + params["clip_high"])
+    w_M = tokens.clip(r_M, params)
     return TokenLoss(-w_M * tokens.advantages_M * tokens.logprobs_M, {"clipped": w_M != r_M})
 
 
@@ -208,18 +223,30 @@ def check_objective(objective: Objective) -> None:
                 f"objective {objective.name}: parameter {name!r} is unknown"
                 f"{_closest(name, known)}; expected any of {', '.join(known)}"
             )
-        elif not _is_valid(value):
+        elif not _is_number(value):
             problems.append(
-                f"objective {objective.name}: {name} = {value!r}; expected a finite number >= 0"
+                f"objective {objective.name}: {name} = {value!r}; expected a finite number"
+            )
+        elif value < 0 and name not in BOUNDS:
+            problems.append(
+                f"objective {objective.name}: {name} = {value!r}; expected a number >= 0"
+            )
+    if not problems and known.keys() >= set(BOUNDS):
+        params = resolve_params(objective)
+        low, high = 1.0 - params["clip_low"], 1.0 + params["clip_high"]
+        if low > high:
+            problems.append(
+                f"objective {objective.name}: ratios in [{low:g}, {high:g}]; expected bounds "
+                "1 - clip_low <= 1 + clip_high"
             )
     if problems:
         raise InvalidRequest(*problems)
 
 
-def _is_valid(value: object) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return math.isfinite(value) and value >= 0
+    return math.isfinite(value)
 
 
 def _closest(name: str, known: Mapping[str, object]) -> str:

@@ -8,8 +8,12 @@ Invariants:
   none waits for more than one pass of each other policy.
 - Chunks are taken whole. A pass stays within the budget unless a single chunk is larger.
 
-Shape suffixes: N tokens of a pass, M positions of it whose next token is scored, S sequences of an
-attention batch, T tokens of a datum or of the longest sequence of a batch.
+A datum is scored cell by cell: a cell is one target of one entry, named by its place in the flat
+arrays of the datum. Without targets of its own, cell t is token t.
+
+Shape suffixes: N tokens of a pass, C cells of it, M positions whose next tokens they are, S
+sequences of an attention batch, T tokens of a datum or of the longest sequence of a batch; c and m
+are those of one chunk.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -23,7 +27,9 @@ from marlaas.model.attention import AttentionBatch
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import Segment, Slot
 from marlaas.model.prepack import padded_rows
-from marlaas.types import Datum, Objective
+from marlaas.types import LOSS_INPUTS, Datum, Objective
+
+LOSS_INPUT_NAMES = frozenset(name for names in LOSS_INPUTS.values() for name in names)
 
 NO_PLACES = np.zeros(0, dtype=np.int64)
 
@@ -262,19 +268,104 @@ class ChunkQueue:
 # Arrays of one pass
 
 
-def scored_positions(datum: Datum, is_training: bool) -> np.ndarray:
-    """Return the token indices (>= 1) whose logprob is wanted: the trained ones, or all."""
-    if is_training:
-        return np.flatnonzero(datum.weights[1:]) + 1
-    return np.arange(1, len(datum.tokens))
+def cells_per_entry(datum: Datum) -> int:
+    """Return K, the number of targets of each entry."""
+    return 1 if datum.weights.ndim == 1 else datum.weights.shape[1]
+
+
+def wanted_cells(datum: Datum, is_training: bool) -> np.ndarray:
+    """Return the cells whose logprob is wanted, in order: those that the loss reads, or all."""
+    if is_training and not datum.is_scored_everywhere:
+        is_wanted = datum.weights != 0
+        if "ratio_mask" in datum.loss_inputs:
+            is_wanted |= datum.loss_inputs["ratio_mask"] != 0
+    else:
+        is_wanted = np.ones(datum.weights.shape, dtype=bool)
+    is_wanted[0] = False
+    if datum.targets is not None:
+        is_wanted &= datum.targets >= 0
+    return np.flatnonzero(is_wanted)
 
 
 def num_inputs(datum: Datum, is_training: bool) -> int:
     """Return how many leading tokens have to be computed to score what is wanted."""
-    if not is_training:
-        return len(datum.tokens) - 1
-    trained = np.flatnonzero(datum.weights[1:])
-    return int(trained[-1]) + 1 if len(trained) else 0
+    wanted = wanted_cells(datum, is_training)
+    return int(wanted[-1]) // cells_per_entry(datum) if len(wanted) else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadRows:
+    """Positions whose logits are wanted, chunk by chunk, and the cells that are scored from them.
+
+    Cells about one position share its row of logits: the K targets of an entry, and the same entry
+    of several data within a prefix that they share.
+    """
+
+    place_M: np.ndarray
+    """Place in the pass of each position."""
+    temperature_M: np.ndarray
+    lengths: tuple[int, ...]
+    """Rows of each chunk."""
+    cell_C: np.ndarray
+    """Which cells of the pass are scored, by row."""
+    row_C: np.ndarray | None
+    """The row of each; None: one each, in order."""
+
+
+def head_rows(layouts: Sequence["_ChunkLayout"]) -> tuple[HeadRows, HeadRows]:
+    """Return the rows that a loss falls on, and those that are only looked at.
+
+    Which rows there are, and in what order, depends on a chunk's own data alone.
+    """
+    kinds: tuple[list[_RowsOfChunk], list[_RowsOfChunk]] = ([], [])
+    num_cells = 0
+    for layout in layouts:
+        place_c = _concatenate(layout.selected, np.int64)
+        is_trained_c = _concatenate(layout.is_trained, np.bool_)
+        temperature_c = np.repeat(layout.temperatures, [len(cells) for cells in layout.scored])
+        key_c = place_c
+        if len(set(layout.temperatures)) > 1:
+            # At two temperatures one position has two rows.
+            values, kind_c = np.unique(temperature_c, return_inverse=True)
+            key_c = place_c * len(values) + kind_c
+        _, first_m, row_c = np.unique(key_c, return_index=True, return_inverse=True)
+        has_loss_m = np.zeros(len(first_m), dtype=bool)
+        has_loss_m[row_c[is_trained_c]] = True
+        cell_c = np.argsort(row_c, kind="stable")
+        for kind, is_own_m in zip(kinds, (has_loss_m, ~has_loss_m), strict=True):
+            own_cell_c = cell_c[is_own_m[row_c[cell_c]]]
+            own_row_c = (is_own_m.cumsum() - 1)[row_c[own_cell_c]]
+            first = first_m[is_own_m]
+            kind.append(
+                _RowsOfChunk(
+                    place_c[first], temperature_c[first], num_cells + own_cell_c, own_row_c
+                )
+            )
+        num_cells += len(place_c)
+    with_loss, without = (_join_rows(kind) for kind in kinds)
+    return with_loss, without
+
+
+class _RowsOfChunk(NamedTuple):
+    place_m: np.ndarray
+    temperature_m: np.ndarray
+    cell_c: np.ndarray
+    row_c: np.ndarray
+
+
+def _join_rows(chunks: Sequence[_RowsOfChunk]) -> HeadRows:
+    lengths = tuple(len(chunk.place_m) for chunk in chunks)
+    starts = np.cumsum([0, *lengths])[:-1].tolist()
+    row_C = _concatenate(
+        [start + chunk.row_c for chunk, start in zip(chunks, starts, strict=True)], np.int64
+    )
+    return HeadRows(
+        place_M=_concatenate([chunk.place_m for chunk in chunks], np.int64),
+        temperature_M=_concatenate([chunk.temperature_m for chunk in chunks], np.float64),
+        lengths=lengths,
+        cell_C=_concatenate([chunk.cell_c for chunk in chunks], np.int64),
+        row_C=None if len(row_C) == sum(lengths) else row_C,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,16 +380,17 @@ class PackedPass:
     """Sequences that attend together. A shared prefix is among the keys of several."""
     segments: tuple[Segment, ...]
     """One per chunk, then the padding if there is any."""
-    selected_M: np.ndarray
-    """Place in the pass of each prediction to score."""
-    targets_M: np.ndarray
-    temperatures_M: np.ndarray
-    datum_M: np.ndarray
-    """Which datum of the pass a prediction belongs to."""
+    trained: HeadRows
+    """Those that a loss falls on; none in a pass that only scores."""
+    looked_at: HeadRows
+    """Those that are only scored."""
+    targets_C: np.ndarray
+    datum_C: np.ndarray
+    """Which datum of the pass a cell belongs to."""
     scored: tuple[np.ndarray, ...]
-    """Per datum of the pass, the token indices that are scored."""
+    """Per datum of the pass, the cells that are scored."""
     chunk_bounds: tuple[tuple[int, int], ...]
-    """Per chunk, its half-open range in M."""
+    """Per chunk, its half-open range in C."""
 
     @property
     def data(self) -> list[Datum]:
@@ -319,18 +411,29 @@ class PackedPass:
         """Keys of the attention batches, shared and repeated ones as often as they occur."""
         return sum(batch.num_keys for batch in self.attention)
 
-    @property
-    def head_segments(self) -> list[Segment]:
-        """Whose predictions the M selected ones are."""
+    def segments_of(self, rows: HeadRows) -> list[Segment]:
+        """Return whose rows these are."""
         return [
-            Segment(segment.slot, end - start)
-            for segment, (start, end) in zip(self.segments, self.chunk_bounds, strict=False)
+            Segment(segment.slot, length)
+            for segment, length in zip(self.segments, rows.lengths, strict=False)
         ]
 
     def gather(self, name: str) -> np.ndarray:
-        """Return a per-token field of the data at the scored tokens [M]."""
-        pieces = zip(self.data, self.scored, strict=True)
-        return np.concatenate([getattr(datum, name)[scored] for datum, scored in pieces])
+        """Return a per-token field of the data at the scored cells [C]; 0 where a datum has none.
+
+        Of a field of `loss_inputs`, NaN where a datum has none.
+        """
+        pieces = []
+        for datum, scored in zip(self.data, self.scored, strict=True):
+            values, missing = getattr(datum, name, None), 0.0
+            if name in LOSS_INPUT_NAMES:
+                values, missing = datum.loss_inputs.get(name), np.nan
+            pieces.append(
+                np.full(len(scored), missing, dtype=np.float32)
+                if values is None
+                else values.reshape(-1)[scored]
+            )
+        return np.concatenate(pieces)
 
 
 def pack(chunks: Sequence[Chunk], *, is_exact: bool, is_prepacked: bool = False) -> PackedPass:
@@ -364,7 +467,7 @@ def pack(chunks: Sequence[Chunk], *, is_exact: bool, is_prepacked: bool = False)
         sequences.append([PassSequence(num_tokens + padding, 0)])
     data = [datum for chunk in ordered for datum in chunk.data]
     scored = [scored for layout in layouts for scored in layout.scored]
-    num_scored = [len(indices) for indices in scored]
+    trained, looked_at = head_rows(layouts)
     ends = np.cumsum([sum(map(len, layout.scored)) for layout in layouts]).tolist()
     together = sequences if is_exact else [[one for own in sequences for one in own]]
     return PackedPass(
@@ -373,12 +476,12 @@ def pack(chunks: Sequence[Chunk], *, is_exact: bool, is_prepacked: bool = False)
         positions_N=_concatenate(positions, np.int64),
         attention=tuple(batch for own in together for batch in attention_batches(own)),
         segments=tuple(segments),
-        selected_M=_concatenate([sel for layout in layouts for sel in layout.selected], np.int64),
-        targets_M=_concatenate(
-            [datum.tokens[where] for datum, where in zip(data, scored, strict=True)], np.int64
+        trained=trained,
+        looked_at=looked_at,
+        targets_C=_concatenate(
+            [_targets(datum)[cells] for datum, cells in zip(data, scored, strict=True)], np.int64
         ),
-        temperatures_M=np.repeat([datum.temperature for datum in data], num_scored),
-        datum_M=np.repeat(np.arange(len(data)), num_scored),
+        datum_C=np.repeat(np.arange(len(data)), [len(cells) for cells in scored]),
         scored=tuple(scored),
         chunk_bounds=tuple(zip([0, *ends[:-1]], ends, strict=True)),
     )
@@ -428,9 +531,13 @@ class _ChunkLayout:
     sequences: list["PassSequence"]
     """Those that have tokens of their own."""
     scored: list[np.ndarray]
-    """Per datum, the token indices whose logprob is wanted."""
+    """Per datum, the cells whose logprob is wanted."""
     selected: list[np.ndarray]
     """Per datum, the places of their predictions."""
+    is_trained: list[np.ndarray]
+    """Per datum, on which of them a loss falls."""
+    temperatures: list[float]
+    """Per datum."""
 
     @classmethod
     def of(cls, chunk: Chunk, start: int) -> "_ChunkLayout":
@@ -438,10 +545,13 @@ class _ChunkLayout:
         positions: list[np.ndarray] = []
         sequences: list[PassSequence] = []
         scored: list[np.ndarray] = []
+        selected: list[np.ndarray] = []
+        is_training = chunk.submission.is_training
         end = start
         for datum, (source, num_shared) in zip(chunk.data, chunk.shared, strict=True):
-            wanted = scored_positions(datum, chunk.submission.is_training)
-            length = int(wanted[-1]) if len(wanted) else 0
+            wanted = wanted_cells(datum, is_training)
+            entries = wanted // cells_per_entry(datum)
+            length = int(entries[-1]) if len(entries) else 0
             num_new = length - num_shared
             shared = sequences[source].place_T[:num_shared] if num_shared else NO_PLACES
             place_T = np.concatenate([shared, np.arange(end, end + num_new)])
@@ -449,6 +559,7 @@ class _ChunkLayout:
             tokens.append(datum.tokens[num_shared:length])
             positions.append(np.arange(num_shared, length))
             scored.append(wanted)
+            selected.append(place_T[entries - 1])
             end += num_new
         return cls(
             tokens=_concatenate(tokens, np.int64),
@@ -456,7 +567,14 @@ class _ChunkLayout:
             end=end,
             sequences=[own for own in sequences if own.num_own],
             scored=scored,
-            selected=[own.place_T[where - 1] for own, where in zip(sequences, scored, strict=True)],
+            selected=selected,
+            is_trained=[
+                datum.weights.reshape(-1)[cells] != 0
+                if is_training
+                else np.zeros(len(cells), dtype=bool)
+                for datum, cells in zip(chunk.data, scored, strict=True)
+            ],
+            temperatures=[datum.temperature for datum in chunk.data],
         )
 
 
@@ -504,6 +622,11 @@ def _stack(rows: Sequence[np.ndarray]) -> np.ndarray:
         out[idx, : len(row)] = row
         out[idx, len(row) :] = row[-1]
     return out
+
+
+def _targets(datum: Datum) -> np.ndarray:
+    """Return the token of every cell."""
+    return datum.tokens if datum.targets is None else datum.targets.reshape(-1)
 
 
 def _concatenate(pieces: Sequence[np.ndarray], dtype: type) -> np.ndarray:

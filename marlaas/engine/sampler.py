@@ -13,7 +13,7 @@ reaches top_p) and min_p (at least min_p times as likely as the most likely). To
 likely as the last one kept are kept, too.
 
 Shape suffixes: N rows, M rows that truncate, V vocabulary, J blocks of the vocabulary, B tokens of
-a block, K candidates.
+a block, K candidates, or draws of one row.
 """
 
 from collections.abc import Sequence
@@ -135,15 +135,52 @@ class Samples:
     """False: the row's logits held NaN or infinity, its token and logprob mean nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Several tokens per row, drawn with replacement."""
+
+    token_NK: Tensor
+    """int64."""
+    logprob_NK: Tensor
+    """float32."""
+
+
 def sample(logits_NV: Tensor, batch: SamplingBatch, position_N: np.ndarray) -> Samples:
     """Draw one token per row. `logits_NV` is float32 and is overwritten.
 
     Args:
         position_N: place in its sequence of the token to draw.
     """
-    vocab_size = logits_NV.shape[1]
     # One NaN or infinity makes the sum of a row non-finite; finite logits are far from overflow.
     is_finite_N = logits_NV.sum(-1).isfinite()
+    drawn = _draw(logits_NV, batch, uniforms(batch.seed_N, position_N)[:, None])
+    return Samples(drawn.token_NK[:, 0], drawn.logprob_NK[:, 0], is_finite_N)
+
+
+def sample_many(
+    logits_NV: Tensor, batch: SamplingBatch, position_N: np.ndarray, num_draws: int
+) -> Draws:
+    """Draw several tokens per row, as `sample` draws one; each has a seed of its own, a hash of the
+    row's and of its number. `logits_NV` is overwritten."""
+    number_K = np.arange(1, num_draws + 1, dtype=np.uint64)
+    seed_NK = _mix(_mix(batch.seed_N[:, None]) ^ _mix(number_K * _GOLDEN))
+    return _draw(logits_NV, batch, uniforms(seed_NK, position_N[:, None]))
+
+
+def most_likely(
+    logits_NV: Tensor, batch: SamplingBatch, row_M: Tensor, num_top: int
+) -> tuple[Tensor, Tensor]:
+    """Return ids and logprobs [M, num_top] of the most likely tokens of some rows, at the row's
+    temperature and before any truncation."""
+    logits_MV = logits_NV[row_M]
+    if batch.temperature_N1 is not None:
+        logits_MV /= batch.temperature_N1[row_M]
+    top_MK = logits_MV.log_softmax(-1).topk(num_top, dim=-1)
+    return top_MK.indices, top_MK.values
+
+
+def _draw(logits_NV: Tensor, batch: SamplingBatch, uniform_NK: np.ndarray) -> Draws:
+    vocab_size = logits_NV.shape[1]
     if batch.temperature_N1 is not None:
         logits_NV /= batch.temperature_N1
     if batch.truncation is not None:
@@ -154,47 +191,46 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, position_N: np.ndarray) -> S
         greedy_token = logits_NV[batch.greedy_N].argmax(-1)
 
     weight_NV = logits_NV.sub_(max_N1).exp_()
-    uniform_N = torch.from_numpy(uniforms(batch.seed_N, position_N))
     search = _search_flat if vocab_size <= _MAX_FLAT_VOCABULARY else _search_blocks
-    token_N1, total_N1 = search(weight_NV, uniform_N[:, None].to(weight_NV.device))
+    token_NK, total_N1 = search(weight_NV, torch.from_numpy(uniform_NK).to(weight_NV.device))
     # A row with NaN may end up past the last token.
-    token_N1.clamp_(max=vocab_size - 1)
+    token_NK.clamp_(max=vocab_size - 1)
     if greedy_token is not None:
-        token_N1[batch.greedy_N] = greedy_token[:, None]
-    logprob_N1 = (weight_NV.gather(1, token_N1) / total_N1).log().float()
-    return Samples(token_N1[:, 0], logprob_N1[:, 0], is_finite_N)
+        token_NK[batch.greedy_N] = greedy_token[:, None]
+    logprob_NK = (weight_NV.gather(1, token_NK) / total_N1).log().float()
+    return Draws(token_NK, logprob_NK)
 
 
-def _search_flat(weight_NV: Tensor, uniform_N1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the token whose cumulative weight first exceeds u times the total, and the total."""
+def _search_flat(weight_NV: Tensor, uniform_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens whose cumulative weight first exceeds u times the total, and the total."""
     mass_NV = weight_NV.cumsum(-1, dtype=torch.float64)
     total_N1 = mass_NV[:, -1:]
-    return _first_past(mass_NV, uniform_N1 * total_N1), total_N1
+    return _first_past(mass_NV, uniform_NK * total_N1), total_N1
 
 
-def _search_blocks(weight_NV: Tensor, uniform_N1: Tensor) -> tuple[Tensor, Tensor]:
+def _search_blocks(weight_NV: Tensor, uniform_NK: Tensor) -> tuple[Tensor, Tensor]:
     """Return the same, by the block whose cumulative weight first exceeds u times the total."""
     num_rows, vocab_size = weight_NV.shape
     weight_NV = F.pad(weight_NV, (0, -vocab_size % _BLOCK)) if vocab_size % _BLOCK else weight_NV
     weight_NJB = weight_NV.view(num_rows, -1, _BLOCK)
     mass_NJ = weight_NJB.sum(-1, dtype=torch.float64).cumsum(-1)
     total_N1 = mass_NJ[:, -1:]
-    target_N1 = uniform_N1 * total_N1
-    block_N1 = _first_past(mass_NJ, target_N1).clamp_(max=mass_NJ.shape[1] - 1)
-    before_N1 = F.pad(mass_NJ, (1, 0)).gather(1, block_N1)
-    inside_NB = weight_NJB.gather(1, block_N1[:, :, None].expand(-1, -1, _BLOCK))[:, 0]
-    inside_mass_NB = inside_NB.cumsum(-1, dtype=torch.float64)
-    place_N1 = _first_past(inside_mass_NB, target_N1 - before_N1)
-    return block_N1 * _BLOCK + place_N1, total_N1
+    target_NK = uniform_NK * total_N1
+    block_NK = _first_past(mass_NJ, target_NK).clamp_(max=mass_NJ.shape[1] - 1)
+    before_NK = F.pad(mass_NJ, (1, 0)).gather(1, block_NK)
+    inside_NKB = weight_NJB.gather(1, block_NK[:, :, None].expand(-1, -1, _BLOCK))
+    inside_mass_NKB = inside_NKB.cumsum(-1, dtype=torch.float64)
+    place_NK1 = _first_past(inside_mass_NKB, (target_NK - before_NK)[:, :, None])
+    return block_NK * _BLOCK + place_NK1[:, :, 0], total_N1
 
 
-def _first_past(mass_NK: Tensor, target_N1: Tensor) -> Tensor:
-    """Return the first place whose cumulative mass exceeds the target.
+def _first_past(mass: Tensor, target: Tensor) -> Tensor:
+    """Return the first places along the last dimension whose cumulative mass exceeds the targets.
 
     A target that rounding put at the end is taken back, so that a place without mass never is it.
     """
-    target_N1 = torch.minimum(target_N1, mass_NK[:, -1:] * _BELOW_ONE)
-    return torch.searchsorted(mass_NK, target_N1, right=True)
+    target = torch.minimum(target, mass[..., -1:] * _BELOW_ONE)
+    return torch.searchsorted(mass, target, right=True)
 
 
 def _is_truncated(params: SamplingParams, vocab_size: int) -> bool:

@@ -204,7 +204,8 @@ class Scheduler:
         if parked is not None:
             return self._resume(sequence, parked)
         prefix = None
-        if sequence.request.prefix_id and sequence.prefix_len and not sequence.is_scored:
+        is_shared = sequence.request.prefix_id and sequence.prefix_len
+        if is_shared and sequence.may_reuse(sequence.prefix_len):
             prefix = self._prefix_of(sequence)
             if prefix is not None and not prefix.is_ready:
                 self.waiting.remove(sequence)
@@ -249,9 +250,9 @@ class Scheduler:
         """Return the KV of the sequence's last turn, if it is there and is of use to this one."""
         request = sequence.request
         parked = self.parked.get(request.sequence_id)
-        if parked is None or sequence.is_scored:
+        length = len(parked.tokens) if parked is not None else 0
+        if parked is None or not sequence.may_reuse(length):
             return None
-        length = len(parked.tokens)
         if (
             parked.slot != sequence.slot
             or (parked.is_mixed and not request.is_in_flight)

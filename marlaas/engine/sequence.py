@@ -53,6 +53,8 @@ class LiveSequence(Context):
     prefix_len: int
     """Prefill is cut here, shared or not."""
     logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    """Most likely tokens with each sampled one, and their logprobs; where they are asked for."""
     slots: list[tuple[int, Slot | None]] = field(default_factory=list)
     """(first sampled token, slot) of each run of tokens under one slot."""
     decoded: list[list[int]] = field(default_factory=list)
@@ -86,10 +88,10 @@ class LiveSequence(Context):
         is_long = self.num_sampled >= self.request.sampling.max_tokens
         return StopReason.LENGTH if is_long else StopReason.CONTEXT_FULL
 
-    @property
-    def is_scored(self) -> bool:
-        """True when the context's own logprobs are wanted: all of it is computed then."""
-        return self.request.prompt_logprobs or self.request.topk_prompt_logprobs > 0
+    def may_reuse(self, num_tokens: int) -> bool:
+        """Return whether KV of so many tokens is of use: what is asked of the context's own tokens
+        has to be computed for it."""
+        return not self.request.is_scored or num_tokens <= self.request.first_scored
 
     def _replay_range(self) -> list[int] | None:
         """Return the first decoded range that is still to be replayed, if any."""

@@ -32,13 +32,14 @@ from marlaas.engine.adapter_io import (
     read_spec,
     target_kinds,
 )
+from marlaas.engine.datum_checks import datum_problems
 from marlaas.engine.fused_pass import PassRunner
-from marlaas.engine.objectives import check_objective, resolve_params
+from marlaas.engine.objectives import check_objective
 from marlaas.engine.optimizer import adamw_, check_adam, clip_
 from marlaas.engine.packing import ChunkQueue, PackedPass, PassCost, Submission, cut, pack
 from marlaas.engine.policy_state import PolicyState, load_snapshot, save_snapshot
 from marlaas.engine.types import Work
-from marlaas.errors import InvalidRequest, UnsupportedFeature
+from marlaas.errors import InvalidRequest
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import Slot, init_adapter
 from marlaas.types import (
@@ -226,15 +227,14 @@ class LoraTrainer:
         """
         assert key in self._states, "policy is not trained here"
         check_objective(objective)
-        needs_reference = resolve_params(objective)["kl_coef"] > 0
-        self._submit(key, slot, data, objective, ticket, needs_reference=needs_reference)
+        self._submit(key, slot, data, objective, ticket)
 
     def submit_forward(
         self, key: Hashable, slot: Slot | None, data: Sequence[Datum], ticket: Hashable
     ) -> None:
-        """Queue data to be scored under a slot, or under the base (None): logprobs of every token
+        """Queue data to be scored under a slot, or under the base (None): logprobs of every entry
         but the first, at each datum's temperature."""
-        self._submit(key, slot, data, None, ticket, needs_reference=False)
+        self._submit(key, slot, data, None, ticket)
 
     def _submit(
         self,
@@ -243,15 +243,12 @@ class LoraTrainer:
         data: Sequence[Datum],
         objective: Objective | None,
         ticket: Hashable,
-        *,
-        needs_reference: bool,
     ) -> None:
-        if any(d.targets is not None or d.is_scored_everywhere or d.loss_inputs for d in data):
-            raise UnsupportedFeature("this trainer has no targets, whole scores and loss inputs")
+        sizes = {"vocab_size": self.base.vocab_size, "max_context": self.base.max_context}
         problems = [
             f"datum {idx}: {problem}"
             for idx, datum in enumerate(data)
-            for problem in self._datum_problems(datum, needs_reference)
+            for problem in datum_problems(datum, objective, **sizes)
         ]
         if not data:
             problems.append("no data; expected at least one datum")
@@ -266,24 +263,6 @@ class LoraTrainer:
             outputs=[None] * len(data),
         )
         self._queue.push(cut(submission, self.cost, self._budget_tokens))
-
-    def _datum_problems(self, datum: Datum, needs_reference: bool) -> Iterator[str]:
-        num_tokens = len(datum.tokens)
-        if not 2 <= num_tokens <= self.base.max_context:
-            yield f"{num_tokens} tokens; expected 2..{self.base.max_context}"
-            return
-        if datum.tokens.min() < 0 or datum.tokens.max() >= self.base.vocab_size:
-            yield f"token ids outside 0..{self.base.vocab_size - 1}"
-        if not (math.isfinite(datum.temperature) and datum.temperature > 0):
-            yield f"temperature = {datum.temperature}; expected a finite number > 0"
-        if needs_reference and datum.reference_logprobs is None:
-            yield "no reference_logprobs; an objective with kl_coef needs them"
-        for name in ("weights", "advantages", "sampling_logprobs", "reference_logprobs"):
-            values = getattr(datum, name)
-            if values is not None and values.shape != (num_tokens,):
-                yield f"{name} has shape {values.shape}; expected ({num_tokens},)"
-        if len(datum.weights) and datum.weights[0] != 0:
-            yield "weights[0] is not 0; nothing predicts the first token"
 
     # Passes --------------------------------------------------------------------------------
 

@@ -26,7 +26,27 @@ class SequenceRequest:
     keep_kv: bool = False
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+    target_prompt_ids: np.ndarray | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_from: int = 0
+    topk_sample_logprobs: int = 0
     is_in_flight: bool = False
+
+    @property
+    def is_scored(self) -> bool:
+        """True when something is asked of the context's own tokens."""
+        return (
+            self.prompt_logprobs
+            or self.topk_prompt_logprobs > 0
+            or self.target_prompt_ids is not None
+            or self.prompt_alt_tokens_k > 0
+        )
+
+    @property
+    def first_scored(self) -> int:
+        """The first position whose prediction is asked for, were anything: what is before it may
+        come from memory."""
+        return min(max(self.prompt_logprobs_from, 1), len(self.tokens)) - 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +65,11 @@ class SequenceResult:
     prompt_logprobs: np.ndarray | None = None
     topk_prompt_ids: np.ndarray | None = None
     topk_prompt_logprobs: np.ndarray | None = None
+    target_prompt_logprobs: np.ndarray | None = None
+    prompt_alt_ids: np.ndarray | None = None
+    prompt_alt_logprobs: np.ndarray | None = None
+    topk_sample_ids: np.ndarray | None = None
+    topk_sample_logprobs: np.ndarray | None = None
     num_cached_tokens: int = 0
 
 

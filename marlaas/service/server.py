@@ -102,12 +102,14 @@ async def run(
 
 
 async def _drop_expired(parts: Parts) -> None:
-    """Delete versions whose time to live is over, now and then."""
+    """Delete versions, checkpoints and results whose time is over, now and then."""
     while True:
         try:
             await parts.store.call(Store.drop_expired)
+            while await parts.store.call(Store.drop_results):
+                pass  # a few at a time: other calls come in between
         except StoreUnavailable as error:
-            _LOG.warning("expired versions stay for now", extra={"reason": str(error)})
+            _LOG.warning("what has expired stays for now", extra={"reason": str(error)})
         await asyncio.sleep(EXPIRY_PERIOD_S)
 
 

@@ -38,6 +38,7 @@ operators = APIRouter(tags=["operating"])
 NO_LIMITS = Quotas(
     max_running_jobs=None,
     max_queued_jobs=None,
+    max_runs=None,
     tokens_a_day=None,
     stored_bytes=None,
     sandbox_cpu_s_a_day=None,

@@ -67,6 +67,8 @@ _OF_ANYBODY = (
 )
 _USE = sa.update(checkpoints).where(*_THIS).values(used_s=bindparam("now"))
 _DELETE = sa.delete(checkpoints).where(*_THIS)
+_DELETE_UNUSED = _DELETE.where(checkpoints.c.used_s <= bindparam("since"))
+_DELETE_EXPIRED = _DELETE.where(checkpoints.c.expires_s <= bindparam("now"))
 _PUBLISH = sa.update(checkpoints).where(*_THIS, _IS_KEPT).values(is_public=bindparam("public"))
 _SET_EXPIRY = sa.update(checkpoints).where(*_THIS, _IS_KEPT).values(expires_s=bindparam("until"))
 _NEWEST_FIRST = (checkpoints.c.created_s.desc(), checkpoints.c.generation.desc())
@@ -181,9 +183,10 @@ class Checkpoints(Operations):
         key = _key(tenant_id, run_id, kind, name)
         with self._transaction() as db:
             row = db.execute(_OF_ANYBODY, key).first()
-            if row is None:
+            if row is not None:
+                row = row if db.execute(_USE, {**key, "tenant": row.tenant_id}).rowcount else None
+            if row is None:  # or deleted in between, on a database with many writers
                 raise _no_checkpoint(run_id, kind, name)
-            db.execute(_USE, {**key, "tenant": row.tenant_id})
         return TenantId(row.tenant_id), self._checkpoint(row)
 
     def use_sampler(self, tenant_id: TenantId, sampler_id: str) -> Sampler:
@@ -295,8 +298,8 @@ class Checkpoints(Operations):
         since_s = runtime.wall_time_s() - unused_for_s
         with self._transaction() as db:
             rows = db.execute(_EPHEMERAL, {"tenant": tenant_id, "run": run_id}).all()
-            gone = [row for row in rows[keep_newest:] if row.used_s <= since_s]
-            self._forget(db, gone)
+            old = [row for row in rows[keep_newest:] if row.used_s <= since_s]
+            gone = self._forget(db, _DELETE_UNUSED, old, since_s)
         self._delete_folders(gone)
         return len(gone)
 
@@ -343,13 +346,14 @@ class Checkpoints(Operations):
         """Delete checkpoints whose time is over, and unnamed ones of sessions that are over, of all
         tenants; return how many."""
         now_s = runtime.wall_time_s()
+        since_s = now_s - UNUSED_S
         with self._transaction() as db:
-            gone = db.execute(_EXPIRED, {"now": now_s}).all()
-            self._forget(db, gone)
-            abandoned = db.execute(_ABANDONED, {"since": now_s - UNUSED_S}).all()
-            self._forget(db, abandoned)
-        self._delete_folders([*gone, *abandoned])
-        return len(gone) + len(abandoned)
+            expired = db.execute(_EXPIRED, {"now": now_s}).all()
+            gone = self._forget(db, _DELETE_EXPIRED, expired, since_s)
+            abandoned = db.execute(_ABANDONED, {"since": since_s}).all()
+            gone += self._forget(db, _DELETE_UNUSED, abandoned, since_s)
+        self._delete_folders(gone)
+        return len(gone)
 
     def _delete_strays(self) -> None:
         """Delete files of runs that no row names: what kills have left behind."""
@@ -358,11 +362,16 @@ class Checkpoints(Operations):
         named |= {self._folder(row) for row in folders}
         self.files.delete_strays(named, before_s=runtime.wall_time_s() - UNUSED_S)
 
-    def _forget(self, db: sa.Connection, rows: Sequence[sa.Row]) -> None:
-        if rows:
-            db.execute(
-                _DELETE, [_key(row.tenant_id, row.run_id, row.kind, row.name) for row in rows]
-            )
+    def _forget(
+        self, db: sa.Connection, statement: sa.Executable, rows: Sequence[sa.Row], since_s: float
+    ) -> list[sa.Row]:
+        """Delete rows, unless what the statement asks for is not true any more; return which."""
+        gone = []
+        for row in rows:
+            key = _key(TenantId(row.tenant_id), row.run_id, CheckpointKind(row.kind), row.name)
+            if db.execute(statement, {**key, "since": since_s}).rowcount == 1:
+                gone.append(row)
+        return gone
 
     def _delete_folders(self, rows: Sequence[sa.Row]) -> None:
         for row in rows:

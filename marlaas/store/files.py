@@ -228,6 +228,8 @@ class Files:
             else:
                 link_or_copy(str(source), str(partial))
             partial.replace(target)
+            _remove(partial)  # a rename between two names of one file leaves both
+            _sync_folder(target.parent)
 
     # Deleting -----------------------------------------------------------------------------
 

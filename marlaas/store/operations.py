@@ -37,6 +37,9 @@ from marlaas.types import (
 
 _DIGEST_BYTES = 16
 
+RESULT_KEPT_S = 3600.0
+"""How long a result waits to be fetched. Clients ask again for minutes."""
+
 _RUN = (runs.c.tenant_id == bindparam("tenant"), runs.c.run_id == bindparam("run"))
 _OF_RUN = (operations.c.tenant_id == bindparam("tenant"), operations.c.run_id == bindparam("run"))
 _THIS = (*_OF_RUN, operations.c.seq == bindparam("number"))
@@ -155,6 +158,7 @@ _OLD = (
         operations.c.finished_s <= bindparam("until"),
         operation_results.c.seq.is_not(None) | (runs.c.boundary_seq >= operations.c.seq),
     )
+    .limit(bindparam("limit"))
 )
 _DROP_RESULT = sa.delete(operation_results).where(
     operation_results.c.tenant_id == bindparam("tenant"),
@@ -210,9 +214,15 @@ class Operations(RunRecords):
         rows = self._rows(_REPLAYABLE, {"tenant": tenant_id, "run": run_id})
         return [_operation(row, payload=row.payload) for row in rows]
 
-    def has_failed_pass(self, tenant_id: TenantId, run_id: str) -> bool:
-        """Return whether a `forward_backward` behind the boundary failed: the gradient lacks it."""
-        return self._row(_FAILED_PASSES, {"tenant": tenant_id, "run": run_id})[0] > 0
+    def has_failed_pass(
+        self, tenant_id: TenantId, run_id: str, *, before_seq: int | None = None
+    ) -> bool:
+        """Return whether a `forward_backward` behind the boundary, and before a number, failed: the
+        gradient lacks it."""
+        query = _FAILED_PASSES
+        if before_seq is not None:
+            query = query.where(operations.c.seq < before_seq)
+        return self._row(query, {"tenant": tenant_id, "run": run_id})[0] > 0
 
     def next_seq(self, tenant_id: TenantId, run_id: str) -> int:
         """Return the number whose turn it is: the first behind the boundary that is not finished.
@@ -316,12 +326,13 @@ class Operations(RunRecords):
         self.files.delete_run_states_before(tenant_id, run_id, version)
         return self.run(tenant_id, run_id)
 
-    def drop_results(self, older_than_s: float = 3600.0) -> int:
+    def drop_results(self, older_than_s: float = RESULT_KEPT_S, *, limit: int = 200) -> int:
         """Delete, for every tenant, results of operations that finished so long ago, and what is
-        left of those up to a boundary; return how many operations that were."""
+        left of those up to a boundary; return of how many, at most `limit`, so that other calls
+        need not wait long: call again until there are none."""
         until_s = runtime.wall_time_s() - older_than_s
         with self._transaction() as db:
-            old = db.execute(_OLD, {"until": until_s}).all()
+            old = db.execute(_OLD, {"until": until_s, "limit": limit}).all()
             if not old:
                 return 0
             keys = [{"tenant": row.tenant_id, "run": row.run_id, "number": row.seq} for row in old]

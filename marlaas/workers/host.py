@@ -25,7 +25,7 @@ from marlaas.engine.adapter_io import load_adapter, read_spec, save_adapter, tar
 from marlaas.engine.generator import BatchGenerator
 from marlaas.engine.trainer import LoraTrainer
 from marlaas.engine.types import SequenceRequest, SequenceResult
-from marlaas.errors import Conflict, InvalidRequest, MarlaasError, NotFound, UnsupportedFeature
+from marlaas.errors import Conflict, InvalidRequest, MarlaasError, NotFound
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import Slot
 from marlaas.runtime import cpu_s, now_s, rss_bytes
@@ -192,7 +192,6 @@ class EngineHost:
         request = message.request
         held: list[int] = []
         slot = None
-        _refuse_what_is_missing(request)
         if request.policy_id is not None:
             version = self._live_version(request.policy_id, request.version)
             slot = version.slot
@@ -209,6 +208,10 @@ class EngineHost:
                 keep_kv=request.keep_kv,
                 prompt_logprobs=request.prompt_logprobs,
                 topk_prompt_logprobs=request.topk_prompt_logprobs,
+                target_prompt_ids=request.target_prompt_ids,
+                prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+                prompt_logprobs_from=request.prompt_logprobs_from,
+                topk_sample_logprobs=request.topk_sample_logprobs,
                 is_in_flight=request.in_flight,
             )
         )
@@ -242,6 +245,11 @@ class EngineHost:
             prompt_logprobs=result.prompt_logprobs,
             topk_prompt_ids=result.topk_prompt_ids,
             topk_prompt_logprobs=result.topk_prompt_logprobs,
+            target_prompt_logprobs=result.target_prompt_logprobs,
+            prompt_alt_ids=result.prompt_alt_ids,
+            prompt_alt_logprobs=result.prompt_alt_logprobs,
+            topk_sample_ids=result.topk_sample_ids,
+            topk_sample_logprobs=result.topk_sample_logprobs,
             num_cached_tokens=result.num_cached_tokens,
         )
         self.replies.append((running.call_id, m.ReplyCompletion(completion)))
@@ -556,19 +564,6 @@ class EngineHost:
                 rss_bytes=rss_bytes(),
             )
         )
-
-
-def _refuse_what_is_missing(request: GenerateRequest) -> None:
-    """Refuse what no generator does yet."""
-    wanted = {
-        "topk_sample_logprobs": request.topk_sample_logprobs > 0,
-        "target_prompt_ids": request.target_prompt_ids is not None,
-        "prompt_logprobs_from": request.prompt_logprobs_from > 0,
-        "prompt_alt_tokens_k": request.prompt_alt_tokens_k > 0,
-    }
-    missing = [name for name, is_wanted in wanted.items() if is_wanted]
-    if missing:
-        raise UnsupportedFeature(f"this engine has no {', '.join(missing)}")
 
 
 def _shape(spec: AdapterSpec) -> tuple[int, float, tuple[str, ...]]:

@@ -1,6 +1,7 @@
 """Whole requests through `BatchGenerator`, against full forward passes and against themselves."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -254,6 +255,164 @@ def test_prompt_logprobs_equal_those_of_a_full_forward_pass(is_exact):
         assert result.topk_prompt_ids.dtype == np.int32
         assert result.prompt_logprobs.dtype == np.float32
         assert result.num_cached_tokens == 0
+
+
+def scored_fields(result: SequenceResult) -> dict[str, np.ndarray]:
+    """Return all that a result says beside its tokens and their logprobs."""
+    names = [name for name in SequenceResult.__dataclass_fields__ if "prompt" in name]
+    names += ["topk_sample_ids", "topk_sample_logprobs"]
+    return {name: value for name in names if (value := getattr(result, name)) is not None}
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_given_tokens_are_scored_cell_by_cell_from_where_it_is_asked(is_exact):
+    base = random_llama()
+    slots = [None, *random_adapters(base, [8], kinds=ALL_KINDS)]
+    rng = np.random.default_rng(0)
+    requests = []
+    for slot in slots:
+        for length, first in ((1, 0), (2, 1), (40, 0), (40, 13), (40, 39), (40, 40)):
+            targets = rng.integers(-1, 128, (length, 3)).astype(np.int32)
+            name = f"{slot}-{length}-{first}"
+            requests.append(
+                ask(name, prompt(length), slot, max_tokens=1, prompt_logprobs=True,
+                    target_prompt_ids=targets, prompt_logprobs_from=first)
+            )  # fmt: skip
+    results = generate(make(base, prefill_budget_tokens=16, is_exact=is_exact), requests)
+    for request in requests:
+        result, length = results[request.request_id], len(request.tokens)
+        logprob_TV = logprobs_of(base, request.tokens, request.slot)[:-1].numpy()
+        targets = request.target_prompt_ids
+        expected = np.full((length, 3), np.nan, dtype=np.float32)
+        rows = np.arange(length - 1)[:, None]
+        expected[1:] = np.where(targets[1:] < 0, np.nan, logprob_TV[rows, targets[1:]])
+        own = np.full(length, np.nan, dtype=np.float32)
+        own[1:] = logprob_TV[rows[:, 0], request.tokens[1:]]
+        first = request.prompt_logprobs_from
+        expected[:first], own[:first] = np.nan, np.nan
+        np.testing.assert_allclose(result.target_prompt_logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(result.prompt_logprobs, own, atol=1e-4)
+        assert result.target_prompt_logprobs.dtype == np.float32
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_what_is_before_the_first_score_may_come_from_memory(is_exact):
+    base = random_llama()
+    (slot,) = random_adapters(base, [8], kinds=ALL_KINDS)
+    shared = {"prefix_id": "p", "prefix_len": 59, "prompt_logprobs": True, "max_tokens": 2}
+    tokens = prompt(60)
+    generator = make(base, is_exact=is_exact)
+    results = generate(
+        generator,
+        [ask(f"{first}-{idx}", tokens, slot, prompt_logprobs_from=first, **shared)
+         for first in (0, 40) for idx in range(3)],
+    )  # fmt: skip
+    whole = results["0-0"].prompt_logprobs
+    for idx in range(3):
+        assert results[f"0-{idx}"].num_cached_tokens == 0
+        tail = results[f"40-{idx}"].prompt_logprobs
+        assert np.isnan(tail[:40]).all()
+        np.testing.assert_allclose(tail[40:], whole[40:], atol=1e-5)
+    assert results["40-2"].num_cached_tokens == 39
+    # So may the KV of an earlier turn.
+    turn = ask("t", tokens[:30], slot, sequence_id="turns", max_tokens=4, keep_kv=True)
+    said = generate(generator, [turn])["t"].tokens
+    longer = np.concatenate([tokens[:30], said, tokens[30:]])
+    for first, num_cached in ((33, 0), (34, 33), (50, 33)):
+        again = ask("u", longer, slot, sequence_id="turns", max_tokens=1, keep_kv=False,
+                    prompt_logprobs=True, prompt_logprobs_from=first)  # fmt: skip
+        result = generate(generator, [again])["u"]
+        assert result.num_cached_tokens == num_cached
+        expected = logprobs_of(base, longer, slot)[np.arange(63), longer[1:].astype(np.int64)]
+        np.testing.assert_allclose(result.prompt_logprobs[first:], expected[first - 1 :], atol=1e-4)
+        generate(generator, [turn])
+
+
+def test_alternatives_of_the_context_are_drawn_as_tokens_are():
+    base = random_llama()
+    request = ask("a", prompt(5), max_tokens=0, temperature=0.5, top_k=9, prompt_alt_tokens_k=128)
+    results = [
+        generate(make(base), [replace(request, prompt_logprobs_from=first)])["a"]
+        for first in (0, 3)
+    ]
+    ids, logprobs = results[0].prompt_alt_ids, results[0].prompt_alt_logprobs
+    assert ids.shape == (5, 128) and ids.dtype == np.int32
+    assert (ids[0] == -1).all() and np.isnan(logprobs[0]).all()
+    logits_TV = 2 * logprobs_of(base, request.tokens, None)[:-1]
+    for entry, logits_V in enumerate(logits_TV, start=1):
+        kept = logits_V.topk(9)
+        expected = torch.full((128,), -torch.inf).scatter(0, kept.indices, kept.values)
+        expected = expected.log_softmax(-1).numpy()
+        np.testing.assert_allclose(logprobs[entry], expected[ids[entry]], atol=1e-4)
+        share = np.bincount(ids[entry], minlength=128) / 128
+        assert np.abs(share - np.exp(expected)).max() < 0.15
+    assert (results[1].prompt_alt_ids[3:] == ids[3:]).all()
+    assert (results[1].prompt_alt_ids[:3] == -1).all()
+    again = generate(make(base), [replace(request, sampling=SamplingParams(max_tokens=0, seed=2))])
+    assert (again["a"].prompt_alt_ids[1:] != ids[1:]).any()
+
+
+# -- the most likely tokens beside the sampled ones ----------------------------------------------
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_most_likely_tokens_come_with_every_sampled_one(is_exact):
+    base = random_llama()
+    slots = [None, *random_adapters(base, [8], kinds=ALL_KINDS)]
+    requests = [
+        ask(f"r{idx}", prompt(4 + idx, idx), slots[idx % 2], topk_sample_logprobs=num_top, **params)
+        for idx, (num_top, params) in enumerate(
+            [
+                (3, {"temperature": 0.6}),
+                (5, {"top_k": 2}),
+                (0, {}),
+                (3, {"temperature": 0.0}),
+                (1, {"max_tokens": 0}),
+            ]
+        )
+    ]
+    results = generate(make(base, is_exact=is_exact), requests)
+    assert results["r2"].topk_sample_ids is None and results["r2"].topk_sample_logprobs is None
+    assert results["r4"].topk_sample_ids.shape == (0, 1)
+    for request in requests:
+        if not (num_top := request.topk_sample_logprobs):
+            continue
+        result = results[request.request_id]
+        assert result.topk_sample_ids.shape == (len(result.tokens), num_top)
+        for place in range(len(result.tokens)):
+            context = np.concatenate([request.tokens, result.tokens[:place]])
+            logits_V = logprobs_of(base, context, request.slot)[-1]
+            top = (logits_V / (request.sampling.temperature or 1.0)).log_softmax(-1).topk(num_top)
+            assert result.topk_sample_ids[place].tolist() == top.indices.tolist()
+            np.testing.assert_allclose(result.topk_sample_logprobs[place], top.values, atol=1e-4)
+
+
+def test_without_stop_tokens_nothing_but_a_limit_ends_a_sequence():
+    base = random_llama()
+    request = ask("endless", prompt(6), max_tokens=10_000, stop_token_ids=())
+    others = ask("stops", prompt(7), max_tokens=40, stop_token_ids=(1, 2, 3))
+    results = generate(make(base, max_context=200), [request, others])
+    assert results["endless"].stop_reason is StopReason.CONTEXT_FULL
+    assert len(results["endless"].tokens) == 194
+    assert len(set(results["endless"].tokens.tolist())) > 60
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"topk_sample_logprobs": 129}, "topk_sample_logprobs = 129; expected 0..128"),
+        ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs = -1; expected 0..128"),
+        ({"prompt_alt_tokens_k": 1000}, "prompt_alt_tokens_k = 1000; expected 0..128"),
+        ({"prompt_logprobs_from": 5}, "prompt_logprobs_from = 5; expected 0..4"),
+        ({"target_prompt_ids": np.zeros((3, 2), np.int32)}, r"shape \(3, 2\); expected \(4, K\)"),
+        ({"target_prompt_ids": np.full((4, 1), 128, np.int32)}, "expected integers, -1 to 127"),
+    ],
+)
+def test_scores_that_cannot_be_had_are_refused(wrong, problem):
+    generator = make(random_llama())
+    with pytest.raises(InvalidRequest, match=problem):
+        generator.submit(ask("r", prompt(4), **wrong))
+    assert not generator.has_work
 
 
 # -- shared prefixes and turns ----------------------------------------------------------------
@@ -622,7 +781,18 @@ class Story:
         self.lengths = rng.integers(1, 50, self.turns).tolist()
         self.inserts = rng.integers(0, 30, self.turns).tolist()
         self.has_scores = bool(rng.integers(3) == 0)
+        self.num_top = int(rng.integers(4))
+        self.first_scored = float(rng.random())
         self.results: list[SequenceResult] = []
+
+    def _scores(self) -> dict[str, object]:
+        """Return what is asked of the context of this turn, from somewhere on."""
+        columns = (self.tokens[:, None] + np.arange(3)) % 129 - 1
+        return {
+            "target_prompt_ids": columns.astype(np.int32),
+            "prompt_alt_tokens_k": 2,
+            "prompt_logprobs_from": int(self.first_scored * len(self.tokens)),
+        }
 
     def next_request(self) -> SequenceRequest | None:
         turn = len(self.results)
@@ -643,6 +813,8 @@ class Story:
             prefix_id=self.group if self.is_shared else "",
             prefix_len=40 if self.is_shared else 0,
             prompt_logprobs=self.has_scores and turn == 0,
+            topk_sample_logprobs=self.num_top,
+            **(self._scores() if self.has_scores else {}),
             **self.params,
         )
 
@@ -697,9 +869,9 @@ def test_company_order_and_memory_pressure_change_no_bit_in_exact_mode(seed):
             assert len(crowd[idx].results) == len(alone.results) == alone.turns
             for one, other in zip(crowd[idx].results, alone.results, strict=True):
                 assert_same_bits(one, other)
-                assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
-                if one.prompt_logprobs is not None:
-                    assert one.prompt_logprobs.tobytes() == other.prompt_logprobs.tobytes()
+                left, right = scored_fields(one), scored_fields(other)
+                assert left.keys() == right.keys()
+                assert all(left[name].tobytes() == right[name].tobytes() for name in left)
 
 
 # -- sharing the device -----------------------------------------------------------------------
@@ -795,6 +967,8 @@ def test_every_request_ends_once_and_no_memory_is_lost_whatever_is_called(seed):
                     prefix_len=int(rng.integers(1, 40)),
                     is_in_flight=bool(rng.integers(2)),
                     prompt_logprobs=bool(rng.integers(4) == 0),
+                    prompt_logprobs_from=int(rng.integers(len(histories[name]))),
+                    topk_sample_logprobs=int(rng.integers(3)),
                 )
                 open_requests[request.request_id] = request
                 generator.submit(request)

@@ -87,7 +87,7 @@ def test_chunked_logprobs_and_gradients_equal_whole_logits(
         None if slot is None else torch.zeros_like(base.bank.read(slot)) for slot, _ in segments
     ]
     rows = ScoredRows(
-        targets_M=targets_M,
+        targets_C=targets_M,
         segments=segments,
         inverse_temperature_M=inverse_temperature_M,
         grad_rows=grad_rows,
@@ -114,7 +114,7 @@ def test_autograd_agrees_with_finite_differences() -> None:
     slot = random_adapter(base, 4, kinds=ALL_KINDS)
     hidden_MD = torch.randn(6, 32, dtype=torch.float64, requires_grad=True)
     targets_M = torch.arange(6)
-    rows = ScoredRows(targets_M=targets_M, segments=[Segment(slot, 6)])
+    rows = ScoredRows(targets_C=targets_M, segments=[Segment(slot, 6)])
     assert torch.autograd.gradcheck(lambda x: selected_logprobs(base, x, rows), hidden_MD)
 
 
@@ -134,7 +134,7 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(monkeypatch: pytest.Monkey
     targets_M = torch.zeros(300, dtype=torch.int64)
     max_chunk_logits = 512 * 100
     rows = ScoredRows(
-        targets_M=targets_M,
+        targets_C=targets_M,
         segments=[Segment(slot, 300)],
         grad_rows=[torch.zeros_like(base.bank.read(slot))],
     )
@@ -171,7 +171,7 @@ def test_logprobs_are_computed_in_fp32_or_wider() -> None:
     base = random_llama(dtype=torch.bfloat16)
     hidden_MD = torch.randn(4, 32, dtype=torch.bfloat16)
     targets_M = torch.arange(4)
-    rows = ScoredRows(targets_M=targets_M, segments=[Segment(None, 4)])
+    rows = ScoredRows(targets_C=targets_M, segments=[Segment(None, 4)])
     logprobs_M = selected_logprobs(base, hidden_MD, rows)
     assert logprobs_M.dtype == torch.float32
     expected_MV = F.linear(hidden_MD, base.head.weight).float().log_softmax(-1)

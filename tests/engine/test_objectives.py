@@ -80,12 +80,23 @@ def naive_dppo_tis(lp: float, q: float, a: float) -> tuple[float, float]:
     return -keep * w * a * lp + 0.01 * (lp - q) ** 2, -keep * w * a + 0.02 * (lp - q)
 
 
+def naive_dro(lp: float, q: float, a: float) -> tuple[float, float]:
+    return -(lp * a - 0.3 / 2 * (lp - q) ** 2), -(a - 0.3 * (lp - q))
+
+
+def naive_cispo_above_1(lp: float, q: float, a: float) -> tuple[float, float]:
+    w = min(max(math.exp(lp - q), 1.25), 1.5)
+    return -w * a * lp, -w * a
+
+
 NAIVE: dict[str, tuple[dict[str, float], Callable]] = {
     "cross_entropy": ({}, naive_cross_entropy),
     "importance_sampling": ({}, naive_importance_sampling),
     "ppo": ({"clip_low": 0.2, "clip_high": 0.28}, naive_ppo),
     "cispo": ({"clip_low": 0.5, "clip_high": 0.5}, naive_cispo),
     "dppo_tis": ({"cap": 1.5, "delta": 0.1, "log_ratio_penalty": 0.01}, naive_dppo_tis),
+    "dro": ({"beta": 0.3}, naive_dro),
+    "cispo, both bounds above 1": ({"clip_low": -0.25, "clip_high": 0.5}, naive_cispo_above_1),
 }
 
 
@@ -96,7 +107,7 @@ def test_loss_and_gradient_of_a_token_objective_equal_the_naive_version(
 ) -> None:
     params, naive = NAIVE[name]
     tokens = random_tokens(seed)
-    objective = Objective(name=name, params=params)
+    objective = Objective(name=name.partition(",")[0], params=params)
     columns = (tokens.logprobs_M, tokens.sampling_logprobs_M, tokens.advantages_M)
     expected = [naive(*values) for values in zip(*(c.tolist() for c in columns), strict=True)]
     loss_M, grad_M = torch.tensor(expected, dtype=torch.float64).T
@@ -205,10 +216,18 @@ def test_an_unknown_objective_is_refused_with_the_known_ones() -> None:
 
 
 def test_every_wrong_parameter_is_named_at_once() -> None:
-    params = {"clip_hi": 0.2, "clip_low": -1.0, "kl_coef": math.nan, "clip_high": True}
+    params = {"clip_hi": 0.2, "clip_low": math.inf, "kl_coef": -1.0, "clip_high": True}
     with pytest.raises(InvalidRequest) as refusal:
         check_objective(Objective(name="ppo", params=params))
     text = str(refusal.value)
     assert len(refusal.value.problems) == 4
     assert "did you mean 'clip_high'?" in text and "expected any of clip_low, clip_high" in text
-    assert "clip_low = -1.0; expected a finite number >= 0" in text
+    assert "clip_low = inf; expected a finite number" in text
+    assert "kl_coef = -1.0; expected a number >= 0" in text
+
+
+def test_bounds_may_lie_on_one_side_of_1_but_not_cross() -> None:
+    check_objective(Objective(name="ppo", params={"clip_low": -0.1, "clip_high": 0.3}))
+    check_objective(Objective(name="cispo", params={"clip_low": 0.5, "clip_high": -0.2}))
+    with pytest.raises(InvalidRequest, match=r"ratios in \[1.5, 1.2\]; expected bounds"):
+        check_objective(Objective(name="gspo", params={"clip_low": -0.5, "clip_high": 0.2}))

@@ -203,17 +203,23 @@ def test_a_layout_says_of_every_scored_token_where_its_prediction_is(is_exact: b
     assert inputs <= attended
     assert set(asked) == set(range(packed.num_tokens)), "attention answers every token"
     # A prediction is made at the place of the token before its target.
+    place_C = np.full(len(packed.targets_C), -1)
+    for rows in (packed.trained, packed.looked_at):
+        row_C = np.arange(len(rows.place_M)) if rows.row_C is None else rows.row_C
+        place_C[rows.cell_C] = rows.place_M[row_C]
+        assert (np.diff(row_C) >= 0).all()
+        assert sum(rows.lengths) == len(rows.place_M)
+        assert len(packed.segments_of(rows)) == len(packed.chunks)
     start = 0
     for datum_idx, (datum, scored) in enumerate(zip(packed.data, packed.scored, strict=True)):
         rows = slice(start, start + len(scored))
         start += len(scored)
-        places = packed.selected_M[rows]
+        places = place_C[rows]
         assert packed.tokens_N[places].tolist() == datum.tokens[scored - 1].tolist()
         assert packed.positions_N[places].tolist() == (scored - 1).tolist()
-        assert packed.targets_M[rows].tolist() == datum.tokens[scored].tolist()
-        assert set(packed.datum_M[rows]) <= {datum_idx}
-    assert start == len(packed.selected_M) == packed.chunk_bounds[-1][1]
-    assert len(packed.head_segments) == len(packed.chunks)
+        assert packed.targets_C[rows].tolist() == datum.tokens[scored].tolist()
+        assert set(packed.datum_C[rows]) <= {datum_idx}
+    assert start == len(packed.targets_C) == packed.chunk_bounds[-1][1]
 
 
 def test_an_exact_pass_is_padded_so_that_no_real_element_is_in_a_tail() -> None:
@@ -230,7 +236,7 @@ def test_data_without_a_trained_token_take_no_place() -> None:
     packed = pack([chunk], is_exact=False)
     assert packed.num_tokens == 3
     assert [len(scored) for scored in packed.scored] == [0, 3, 0]
-    assert packed.datum_M.tolist() == [1, 1, 1]
+    assert packed.datum_C.tolist() == [1, 1, 1]
 
 
 def test_sequences_attend_with_others_of_similar_length() -> None:

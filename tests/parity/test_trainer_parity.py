@@ -268,14 +268,16 @@ def test_in_exact_mode_company_changes_no_bit_of_a_score(kind: str) -> None:
 
 
 def poison(member: Member, road: str) -> Member:
-    """Return the member with data that make its loss NaN or infinite."""
+    """Return the member with data whose loss is beyond what fp32 holds."""
     bad = member.data[0]
-    values = np.full(len(bad.tokens), np.nan if "nan" in road else np.inf, dtype=np.float32)
-    field = "advantages" if "advantage" in road else "sampling_logprobs"
-    return replace(member, data=[replace(bad, **{field: values}), *member.data[1:]])
+    fields = {name: getattr(bad, name).copy() for name in ("weights", "advantages")}
+    if "inf" in road:
+        fields["weights"] *= 1e4
+    fields["advantages"][:] = -3e38 if "minus" in road else 3e38
+    return replace(member, data=[replace(bad, **fields), *member.data[1:]])
 
 
-@pytest.mark.parametrize("road", ["nan advantage", "inf advantage", "nan sampling logprob"])
+@pytest.mark.parametrize("road", ["inf loss", "minus inf loss", "gradient beyond the moments"])
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_a_loss_that_is_not_finite_changes_no_bit_of_a_neighbour(road: str, is_exact: bool) -> None:
     base = random_llama()

@@ -16,17 +16,34 @@ import sqlalchemy as sa
 
 from marlaas import runtime
 from marlaas.store.db import GroupState, Store
+from marlaas.store.files import size_of
 from marlaas.store.schema import METADATA
-from marlaas.types import EventKind, JobState, UploadKind, Usage
+from marlaas.types import (
+    FORWARD_BACKWARD,
+    EventKind,
+    JobState,
+    Operation,
+    OperationState,
+    StateKind,
+    UploadKind,
+    Usage,
+)
 from tests.store.records import (
     ACME,
+    RUN,
     all_rows,
+    checkpoint_of,
     eval_of,
     group_of,
+    operation_of,
     record_of,
+    run_of,
+    sampler_of,
+    session_of,
     spec_of,
     trajectory_of,
     write_adapter,
+    write_run_state,
     write_state,
 )
 
@@ -52,6 +69,7 @@ def history(store: Store) -> None:
     store.set_job_state(ACME, "sums", JobState.DONE)
     if not any(line.kind is EventKind.DELETED for line in store.events(ACME)):
         come_and_go(store)
+    drive(store)
 
 
 def take_step(store: Store, step: int) -> None:
@@ -76,11 +94,66 @@ def come_and_go(store: Store) -> None:
     store.delete_job(ACME, "gone")
 
 
+def drive(store: Store) -> None:
+    """Two steps of a run, with a checkpoint each, as a client asks and as a loop does."""
+    store.add_session(ACME, session_of())
+    store.add_run(ACME, run_of())
+    for seq, kind in enumerate(
+        ("create", FORWARD_BACKWARD, "optim_step", "save", FORWARD_BACKWARD, "optim_step", "save")
+    ):
+        if store.run(ACME, RUN).boundary_seq >= seq:
+            continue
+        operation = store.accept(ACME, operation_of(seq, kind, payload=b"%d" % seq))
+        if operation.state is OperationState.ACCEPTED:
+            execute(store, operation)
+    store.add_sampler(ACME, sampler_of())
+    store.finish_session(ACME, "s-1", "success")
+
+
+def execute(store: Store, operation: Operation) -> None:
+    seq, run = operation.seq, store.run(ACME, RUN)
+    if operation.kind == "create":
+        store.commit_run_step(
+            ACME, RUN, seq, version=0, state_path=None, state_kind=StateKind.FRESH,
+            adapter_hash="hash0",
+        )  # fmt: skip
+    elif operation.kind == "optim_step":
+        version = run.version + 1
+        store.commit_run_step(
+            ACME, RUN, seq, version=version, state_path=write_run_state(store, version),
+            state_kind=StateKind.SNAPSHOT, adapter_hash=f"hash{version}", result=b"stepped",
+            usage=Usage(trained_tokens=3),
+        )  # fmt: skip
+    elif operation.kind == "save":
+        new = checkpoint_of(store, generation=seq, version=run.version)
+        store.add_checkpoint(ACME, new, overwrite=True)
+        store.finish_operation(ACME, RUN, seq, result=b"saved")
+    else:
+        store.finish_operation(ACME, RUN, seq, result=b"out", usage=Usage(prefill_tokens=1))
+
+
+def check_runs(store: Store) -> Usage:
+    """What must hold of runs after any kill; return what they used."""
+    used = Usage()
+    for run in store.runs(ACME)[0]:
+        if run.state_path is not None:
+            assert Path(run.state_path).read_bytes() == b"sssss"
+        assert (run.version > 0) == (run.state_path is not None)
+        behind = [one.seq for one in store.replayable(ACME, run.run_id)]
+        behind += [one.seq for one in store.accepted(ACME, run.run_id)]
+        assert all(seq > run.boundary_seq for seq in behind)
+        passes = run.version + len(store.replayable(ACME, run.run_id))
+        used += Usage(trained_tokens=3 * run.version, prefill_tokens=passes)
+        for stored in store.checkpoints(ACME, run.run_id)[0]:
+            assert size_of(stored.folder) == stored.size_bytes == 7
+    return used
+
+
 def check_invariants(store: Store) -> None:
     """What must hold after any kill."""
     lines = store.events(ACME)
     assert [line.seq for line in lines] == list(range(1, len(lines) + 1))
-    used = Usage()
+    used = check_runs(store)
     for stored in store.jobs(ACME):
         key = (ACME, stored.spec.name)
         assert [record.step for record in store.steps(*key)] == list(range(1, stored.step + 1))
@@ -133,7 +206,7 @@ def empty(store: Store) -> None:
     with store._transaction() as db:
         for table in reversed(METADATA.sorted_tables):
             db.execute(table.delete())
-    for folder in ("jobs", "uploads"):
+    for folder in ("jobs", "runs", "uploads"):
         shutil.rmtree(store.files.root / folder, ignore_errors=True)
 
 

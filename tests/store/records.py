@@ -162,12 +162,12 @@ def write_run_state(store: Store, version: int, size: int = 5, tenant: TenantId 
     return path
 
 
-def take_run_step(store: Store, seq: int, version: int, **changes: object) -> Run:
+def take_run_step(store: Store, seq: int, version: int, *, size: int = 5, **changes: object) -> Run:
     """Accept an optimizer step and commit it, with a state file."""
     store.accept(ACME, operation_of(seq, "optim_step"))
     step = {
         "version": version,
-        "state_path": write_run_state(store, version),
+        "state_path": write_run_state(store, version, size),
         "state_kind": StateKind.SNAPSHOT,
         "adapter_hash": f"hash{version}",
         "result": b"stepped",

@@ -1,9 +1,11 @@
-"""What the calls that a job makes all the time cost: CPU and waiting, on SQLite or by URL.
+"""What the calls that jobs and clients make all the time cost, on SQLite or by URL.
 
 Run `python -m tests.store.store_cost [URL]`. A group has 8 trajectories of 300 tokens; a step takes
-four groups, one of them dropped, and finds a state file of a megabyte to delete.
+four groups, one of them dropped, and finds a state file of a megabyte to delete. An operation of a
+run has a payload and a result of 100 kB each.
 """
 
+import os
 import sys
 import tempfile
 import time
@@ -15,7 +17,19 @@ from typing import TypeVar
 from marlaas import runtime
 from marlaas.store import codec
 from marlaas.store.db import Store
-from tests.store.records import ACME, group_of, record_of, spec_of, trajectory_of, write_state
+from marlaas.types import StateKind
+from tests.store.records import (
+    ACME,
+    RUN,
+    group_of,
+    operation_of,
+    record_of,
+    spec_of,
+    trajectory_of,
+    with_run,
+    write_run_state,
+    write_state,
+)
 
 T = TypeVar("T")
 
@@ -57,7 +71,51 @@ def main(root: Path, url: str | None) -> None:
     measure("finish_group", lambda group: store.finish_group(ACME, "sums", group), groups)
     measure("commit_step", commit, records[: STEPS // 2])
     measure("commit_step, state written and deleted", commit_with_files, records[STEPS // 2 :])
+    measure_runs(store)
     store.close()
+
+
+def measure_runs(store: Store) -> None:
+    """One optimizer step after two passes, and what a client asks for meanwhile."""
+    with_run(store)
+    body, out = os.urandom(100_000), os.urandom(100_000)
+    steps = range(1, 3 * STEPS, 3)
+    timings: dict[str, list[float]] = {}
+
+    def timed(name: str, call: Callable[[], object]) -> None:
+        began_cpu_s = runtime.cpu_s()
+        call()
+        timings.setdefault(name, []).append(runtime.cpu_s() - began_cpu_s)
+
+    for step in steps:
+        for seq in (step, step + 1):
+            new = operation_of(seq, payload=body)
+            timed("accept", lambda new=new: store.accept(ACME, new))
+            timed("accept again", lambda new=new: store.accept(ACME, new))
+            timed(
+                "finish_operation",
+                lambda seq=seq: store.finish_operation(ACME, RUN, seq, result=out),
+            )
+            timed("operation", lambda seq=seq: store.operation(ACME, RUN, seq))
+        store.accept(ACME, operation_of(step + 2, "optim_step"))
+        version = step // 3 + 1
+        path = write_run_state(store, version, 1_000_000)
+        timed(
+            "commit_run_step",
+            lambda seq=step + 2, version=version, path=path: store.commit_run_step(
+                ACME, RUN, seq, version=version, state_path=path,
+                state_kind=StateKind.SNAPSHOT, adapter_hash="hash", result=b"stepped",
+            ),
+        )  # fmt: skip
+        timed("touch_session", lambda: store.touch_session(ACME, "s-1"))
+        timed("stored_bytes", lambda: store.stored_bytes(ACME))
+    for name, cpu_s in timings.items():
+        print(f"{name:40} {1e6 * sum(cpu_s) / len(cpu_s):6.0f} us CPU")  # noqa: T201
+    began_cpu_s = runtime.cpu_s()
+    num_dropped = store.drop_results(-1.0, limit=10 * STEPS)
+    each_us = (runtime.cpu_s() - began_cpu_s) / num_dropped * 1e6
+    print(f"{'drop_results, each':40} {each_us:6.0f} us CPU")  # noqa: T201
+    assert num_dropped == 3 * STEPS + 1
 
 
 if __name__ == "__main__":

@@ -9,15 +9,22 @@ import pytest
 
 from marlaas.errors import Conflict, NotFound, StoreUnavailable
 from marlaas.store.db import Store, restore
-from marlaas.types import EventKind, Role, Tenant, UploadKind, Usage
+from marlaas.store.files import size_of
+from marlaas.types import CheckpointKind, EventKind, Role, Tenant, UploadKind, Usage
 from tests.store.records import (
     ACME,
+    RUN,
     all_rows,
+    checkpoint_of,
     eval_of,
+    operation_of,
     record_of,
+    sampler_of,
     spec_of,
+    take_run_step,
     take_steps,
     with_finished,
+    with_run,
     write_adapter,
     write_state,
 )
@@ -37,12 +44,24 @@ def fill(store: Store) -> None:
     store.commit_step(ACME, "sums", record_of(1, 0, 1), dropped={1: "zero_variance"})
     store.add_evaluation(ACME, "sums", eval_of(1), usage=Usage(evaluated_tokens=3))
     store.open_group(ACME, "sums", 2, version=1)
+    with_run(store)
+    take_run_step(store, 1, 1)
+    store.accept(ACME, operation_of(2))
+    store.add_checkpoint(ACME, checkpoint_of(store, generation=3))
+    weights = checkpoint_of(store, "#1", kind=CheckpointKind.WEIGHTS, has_optimizer=True)
+    store.files.link(store.run(ACME, RUN).state_path or "", weights.folder / "state")
+    store.add_checkpoint(ACME, weights)
+    store.add_sampler(ACME, sampler_of())
+
+
+NUM_FILES = 3 + 1 + 1 + 2
+"""Of the job, of the run, of its two checkpoints."""
 
 
 def files_of(root: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(root)): path.read_bytes()
-        for kind in ("jobs", "uploads")
+        for kind in ("jobs", "runs", "uploads")
         for path in (root / kind).rglob("*")
         if path.is_file()
     }
@@ -53,9 +72,9 @@ def test_what_is_restored_equals_what_was_backed_up(
 ) -> None:
     fill(store)
     rows, files = all_rows(store), files_of(store.files.root)
-    assert all(rows.values()) and len(files) == 3
+    assert all(rows.values()) and len(files) == NUM_FILES
     summary = store.backup(tmp_path / "backup")
-    assert (summary.num_files, summary.missing) == (3, ())
+    assert (summary.num_files, summary.missing) == (NUM_FILES, ())
     assert summary.num_bytes == sum(map(len, files.values()))
     take_steps(store, 2)
     restore(tmp_path / "backup", tmp_path / "restored")
@@ -63,6 +82,10 @@ def test_what_is_restored_equals_what_was_backed_up(
     assert all_rows(restored) == rows
     assert files_of(tmp_path / "restored") == files
     restored.check_state(ACME, "sums", 1)
+    state = restored.run(ACME, RUN).state_path
+    assert state == str(tmp_path / "restored/runs/acme" / RUN / "states/v000001")
+    assert restored.unfinished_runs() == [(ACME, RUN)]
+    take_run_step(restored, 3, 2)
     take_steps(restored, 2)
     assert [line.seq for line in restored.events(ACME)] == list(range(1, 5))
     restored.close()
@@ -80,7 +103,7 @@ def test_a_backup_moves_a_store_to_postgresql(tmp_path: Path, postgres_url: str)
     moved = Store.open(tmp_path / "moved", url=postgres_url)
     assert all_rows(moved) == rows
     assert not (tmp_path / "moved/store.db").exists()
-    assert len(files_of(tmp_path / "moved")) == 3
+    assert len(files_of(tmp_path / "moved")) == NUM_FILES
     moved.add_event(ACME, "sums", EventKind.LOG, {"text": "here now"})
     moved.close()
     with pytest.raises(Conflict, match="the database has jobs: restore into an empty one"):
@@ -94,6 +117,7 @@ def test_a_backup_beside_a_running_service_is_of_one_moment(
     """Steps are committed, adapters pruned and jobs deleted while backups are made."""
     store.add_job(ACME, spec_of())
     store.add_first_version(ACME, "sums", "hash0")
+    with_run(store)
     stop = threading.Event()
     failures: list[BaseException] = []
 
@@ -106,6 +130,11 @@ def test_a_backup_beside_a_running_service_is_of_one_moment(
             store.commit_step(ACME, "sums", record_of(step, step), dropped={})
             write_adapter(store, step, size=step)
             store.prune_adapters(ACME, "sums", {step})
+            take_run_step(store, step, step, size=step)
+            for name in ("final", f"#{step}"):
+                new = checkpoint_of(store, name, generation=step, size=step)
+                store.add_checkpoint(ACME, new, overwrite=True)
+            store.prune_ephemeral(ACME, RUN, keep_newest=1, unused_for_s=0.0)
 
     def guarded() -> None:
         try:
@@ -143,14 +172,21 @@ def check_consistent(archive: Path, root: Path) -> None:
             assert Path(files.state).read_bytes() == b"s" * step
         if row.has_adapter:
             assert files.adapter_bytes() == row.version
+    run = store.run(ACME, RUN)
+    assert run.state_path is None or Path(run.state_path).stat().st_size == run.version
+    for name in [row[3] for row in all_rows(store)["checkpoints"]]:
+        stored = store.checkpoint(ACME, RUN, CheckpointKind.SAMPLER, name)
+        assert size_of(stored.folder) == stored.size_bytes
     store.close()
 
 
 def test_files_that_were_lost_before_are_named(store: Store, tmp_path: Path) -> None:
     fill(store)
-    lost = Path(store.files.version(ACME, "sums", 1).state)
-    lost.unlink()
-    assert store.backup(tmp_path / "backup").missing == (str(lost),)
+    version, run = store.files.version(ACME, "sums", 1), store.run(ACME, RUN)
+    lost = [Path(version.state), Path(run.state_path or "")]
+    for path in lost:
+        path.unlink()
+    assert store.backup(tmp_path / "backup").missing == tuple(map(str, lost))
 
 
 def test_a_backup_needs_a_place_of_its_own(store: Store, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Checkpoints: whole before they are there, read by whom they are for, gone when they should be."""
 
 import os
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from marlaas.errors import Conflict, InvalidRequest, NotFound, StoreUnavailable
 from marlaas.store.checkpoints import split_path
 from marlaas.store.db import Store
+from marlaas.store.files import Files
 from marlaas.types import CheckpointKind
 from tests.store.records import (
     ACME,
@@ -53,6 +56,17 @@ def test_a_checkpoint_comes_back_with_its_size(store: Store, clock: Clock) -> No
     before = all_rows(store)
     assert store.add_checkpoint(ACME, new) == stored
     assert all_rows(store) == before
+
+
+def test_a_link_that_is_made_again_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/weights").write_bytes(b"w")
+    for _ in range(2):
+        files.link(tmp_path / "adapter", tmp_path / "to/adapter")
+        files.link(tmp_path / "adapter/weights", tmp_path / "to/state")
+    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == ["adapter", "state"]
+    assert (tmp_path / "adapter/weights").stat().st_nlink == 3
 
 
 def test_a_checkpoint_without_files_is_none(store: Store) -> None:
@@ -200,6 +214,34 @@ def test_unnamed_checkpoints_go_but_the_newest_and_those_in_use(
     assert store.drop_expired() == 2
     assert folders_on_disk(store) == ["named@0"]
     assert store.use_sampler(ACME, sampler_of().sampler_id).used_s == clock.now_s
+
+
+def test_what_was_found_for_use_is_not_pruned_meanwhile(store: Store, url: str | None) -> None:
+    """One thread makes unnamed checkpoints and prunes all that nobody used, another uses them."""
+    with_run(store)
+    other = Store.open(store.files.root, url=url)
+    stop = threading.Event()
+    used: list[Path] = []
+
+    def use() -> None:
+        while not stop.is_set():
+            for number in range(40):
+                path = f"tinker://{RUN}/sampler_weights/#{number}"
+                with suppress(NotFound):
+                    used.append(other.use_checkpoint(OTHER, path)[1].folder)
+
+    using = threading.Thread(target=use)
+    using.start()
+    try:
+        for number in range(40):
+            new = checkpoint_of(store, f"#{number}", is_public=True, created_s=1.0)
+            store.add_checkpoint(ACME, new)
+            store.prune_ephemeral(ACME, RUN, keep_newest=0)
+    finally:
+        stop.set()
+        using.join()
+        other.close()
+    assert all((folder / "adapter/adapter_model.safetensors").exists() for folder in used)
 
 
 def test_what_a_kill_left_without_a_row_goes_later(store: Store) -> None:

@@ -5,10 +5,24 @@ from dataclasses import replace
 
 import pytest
 
+from marlaas import runtime
 from marlaas.errors import Conflict, InvalidRequest, NotFound
 from marlaas.store.db import Store
 from marlaas.types import OPERATOR, JobState, Quotas, Role, Tenant, TenantId, UploadKind
-from tests.store.records import ACME, OTHER, all_rows, spec_of, take_steps, with_finished
+from tests.store.records import (
+    ACME,
+    OTHER,
+    RUN,
+    all_rows,
+    checkpoint_of,
+    operation_of,
+    sampler_of,
+    spec_of,
+    take_run_step,
+    take_steps,
+    with_finished,
+    with_run,
+)
 
 
 def test_a_tenant_comes_back_as_it_was_taken_on(store: Store) -> None:
@@ -91,18 +105,30 @@ def test_operator_keys_belong_to_operators(store: Store) -> None:
         store.add_key(OTHER, role=Role.TENANT)
 
 
-def test_a_purged_tenant_leaves_nothing_and_its_neighbour_everything(store: Store) -> None:
-    for tenant in (ACME, OTHER):
+def test_a_purged_tenant_leaves_nothing_and_its_neighbour_everything(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tenant, session_id in ((ACME, "s-1"), (OTHER, "s-2")):
         store.add_tenant(Tenant(tenant_id=tenant))
         store.add_key(tenant, role=Role.TENANT)
         store.add_job(tenant, spec_of(tenant))
         with_finished(store, tenant, 0)
         store.put_upload(tenant, UploadKind.PROMPTS, "mine", b"{}\n", 1)
+        run_id = with_run(store, tenant, session_id=session_id).run_id
+        store.add_checkpoint(tenant, checkpoint_of(store, tenant=tenant, run_id=run_id))
+        store.add_sampler(tenant, sampler_of(session_id=session_id))
+        store.accept(tenant, operation_of(1, run_id=run_id))
+    store.finish_operation(ACME, RUN, 1, result=b"out")
+    take_run_step(store, 2, 1)
     take_steps(store, 1)
     store.audit("k1", "purge", ACME, {"why": "asked"})
     with pytest.raises(Conflict, match="job 'sums' of 'acme' is active"):
         store.purge_tenant(ACME)
     store.set_job_state(ACME, "sums", JobState.CANCELLED)
+    with pytest.raises(Conflict, match="run 's-1:train:0' of 'acme' is at work"):
+        store.purge_tenant(ACME)
+    later_s = runtime.wall_time_s() + 60.0
+    monkeypatch.setattr(runtime, "wall_time_s", lambda: later_s)
     neighbours = {
         name: [row for row in rows if OTHER in row] for name, rows in all_rows(store).items()
     }
@@ -116,10 +142,23 @@ def test_a_purged_tenant_leaves_nothing_and_its_neighbour_everything(store: Stor
     paths = [str(path) for path in store.files.root.rglob("*")]
     assert not any("/acme" in path for path in paths)
     assert any("uploads/other" in path for path in paths)
+    assert any("runs/other" in path for path in paths)
     with pytest.raises(NotFound):
         store.purge_tenant(ACME)
     store.add_tenant(Tenant(tenant_id=ACME))
     assert store.last_event(ACME) == 0
+
+
+def test_a_tenant_whose_operations_are_to_be_executed_is_not_purged(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add_tenant(Tenant(tenant_id=ACME))
+    with_run(store)
+    store.accept(ACME, operation_of(1))
+    later_s = runtime.wall_time_s() + 3600.0
+    monkeypatch.setattr(runtime, "wall_time_s", lambda: later_s)
+    with pytest.raises(Conflict, match="is at work: revoke the tenant's keys"):
+        store.purge_tenant(ACME)
 
 
 def test_the_audit_log_keeps_its_order(store: Store) -> None:

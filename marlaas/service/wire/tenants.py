@@ -46,6 +46,7 @@ class QuotasInfo(Answer):
 
     max_running_jobs: int | None
     max_queued_jobs: int | None
+    max_runs: int | None
     tokens_a_day: int | None
     stored_bytes: int | None
     sandbox_cpu_s_a_day: float | None
@@ -75,6 +76,7 @@ class QuotasBody(Body):
 
     max_running_jobs: Limit | None = None
     max_queued_jobs: Limit | None = None
+    max_runs: Limit | None = None
     tokens_a_day: Limit | None = None
     stored_bytes: Limit | None = None
     sandbox_cpu_s_a_day: LimitNumber | None = None
