@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from marlaas.types import Datum, DatumOutput, Group, Trajectory
+from marlaas.types import Datum, DatumOutput, Group, Objective, Trajectory
 
 NAN = float("nan")
 
@@ -79,6 +79,43 @@ def of_outputs(data: Sequence[Datum], outputs: Sequence[DatumOutput]) -> dict:
         "clipped_fraction": (counts["clipped"] + counts["capped"]) / num_tokens,
         "reference_kl": counts["reference_kl"] / num_tokens if has_reference else NAN,
     }
+
+
+def of_pass(
+    data: Sequence[Datum],
+    outputs: Sequence[DatumOutput],
+    objective: Objective,
+    *,
+    is_forward_only: bool,
+) -> dict[str, float]:
+    """Describe one call of a client as `name:reduction`: chunks of a batch are put together by the
+    client, sums added, means weighted, maxima taken.
+
+    A call that only scores has no loss from the trainer: that of `cross_entropy` follows from the
+    logprobs, other objectives have none here.
+    """
+    is_trained = _joined([datum.weights for datum in data]) != 0
+    trained = _joined([output.logprobs for output in outputs])
+    row = {"tokens_trained:sum": float(np.count_nonzero(is_trained))}
+    if not is_forward_only:
+        row["loss:sum"] = float(sum(output.loss for output in outputs))
+    elif objective.name == "cross_entropy":
+        row["loss:sum"] = -float(np.dot(_joined([datum.weights for datum in data]), trained))
+    row |= {f"{name}:sum": float(count) for name, count in _sums(outputs).items()}
+    if objective.name != "cross_entropy" and is_trained.any():
+        sampled = _joined([datum.sampling_logprobs for datum in data])
+        log_ratio = (trained - sampled)[is_trained]
+        ratio = np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        row["log_ratio_mean:mean"] = _mean(np.abs(log_ratio))
+        row["log_ratio_max:max"] = float(np.abs(log_ratio).max())
+        row["k3:mean"] = _mean(ratio - 1 - log_ratio)
+    return row
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the cells of all arrays, one after another, in double precision."""
+    cells = [array.ravel() for array in arrays] or [np.zeros(0)]
+    return np.concatenate(cells).astype(np.float64)
 
 
 def _sums(outputs: Sequence[DatumOutput]) -> Counter[str]:

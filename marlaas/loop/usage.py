@@ -177,12 +177,16 @@ class Tenants:
         self._learned: set[TenantId] = set()
         """Tenants whose use before this server began is counted in."""
         self._day_end: asyncio.TimerHandle | None = None
+        self._at_day_end: list[Callable[[], None]] = []
+        self._waiting: list[asyncio.Future[None]] = []
+        """Of whoever waits until its tenant may use tokens again."""
 
     def change(self, tenants: Iterable[Tenant]) -> None:
         """Take over weights and quotas of the named tenants; the others keep theirs."""
         for tenant in tenants:
             self.weights[tenant.tenant_id] = tenant.weight
             self._quotas[tenant.tenant_id] = tenant.quotas
+        self._wake_waiting()
 
     def weight(self, tenant_id: TenantId) -> float:
         return self.weights.get(tenant_id, 1.0)
@@ -276,28 +280,49 @@ class Tenants:
         Raises:
             QuotaExceeded: the tenant has used up its tokens; says when the day ends.
         """
+        if spent := self.why_no_tokens(tenant_id):
+            raise QuotaExceeded(spent, _day_left_s())
+
+    def why_no_tokens(self, tenant_id: TenantId) -> str:
+        """Return that the tenant has used up its tokens, or nothing."""
         limit = self.quotas(tenant_id).tokens_a_day
-        if limit is not None and self._used(tenant_id).tokens >= limit:
-            raise QuotaExceeded(
-                f"the tenant's quota of {limit} tokens a day is used up; the day ends at 0:00 UTC",
-                _day_left_s(),
-            )
+        if limit is None or self._used(tenant_id).tokens < limit:
+            return ""
+        return f"the tenant's quota of {limit} tokens a day is used up; the day ends at 0:00 UTC"
+
+    async def tokens_left(self, tenant_id: TenantId) -> None:
+        """Return once the tenant may use tokens: the day has ended, or its quota was raised."""
+        while self.why_no_tokens(tenant_id):
+            more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(more)
+            self.at_day_end(self._wake_waiting)
+            await more
 
     def at_day_end(self, wake: Callable[[], None]) -> None:
-        """Call `wake` once the UTC day has ended; one such call waits at a time."""
+        """Call `wake` once the UTC day has ended; the same one only once."""
+        if wake not in self._at_day_end:
+            self._at_day_end.append(wake)
         if self._day_end is None:
-            loop = asyncio.get_running_loop()
-            self._day_end = loop.call_later(_day_left_s(), self._end_day, wake)
+            self._day_end = asyncio.get_running_loop().call_later(_day_left_s(), self._end_day)
 
     def stop(self) -> None:
         """No call waits any more."""
         if self._day_end is not None:
             self._day_end.cancel()
             self._day_end = None
+        self._at_day_end.clear()
 
-    def _end_day(self, wake: Callable[[], None]) -> None:
+    def _end_day(self) -> None:
         self._day_end = None
-        wake()
+        wakes, self._at_day_end = self._at_day_end, []
+        for wake in wakes:
+            wake()
+
+    def _wake_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for more in waiting:
+            if not more.done():
+                more.set_result(None)
 
     def _used(self, tenant_id: TenantId) -> Today:
         today = self._today.get(tenant_id)

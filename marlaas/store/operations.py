@@ -214,9 +214,15 @@ class Operations(RunRecords):
         rows = self._rows(_REPLAYABLE, {"tenant": tenant_id, "run": run_id})
         return [_operation(row, payload=row.payload) for row in rows]
 
-    def has_failed_pass(self, tenant_id: TenantId, run_id: str) -> bool:
-        """Return whether a `forward_backward` behind the boundary failed: the gradient lacks it."""
-        return self._row(_FAILED_PASSES, {"tenant": tenant_id, "run": run_id})[0] > 0
+    def has_failed_pass(
+        self, tenant_id: TenantId, run_id: str, *, before_seq: int | None = None
+    ) -> bool:
+        """Return whether a `forward_backward` behind the boundary, and before a number, failed: the
+        gradient lacks it."""
+        query = _FAILED_PASSES
+        if before_seq is not None:
+            query = query.where(operations.c.seq < before_seq)
+        return self._row(query, {"tenant": tenant_id, "run": run_id})[0] > 0
 
     def next_seq(self, tenant_id: TenantId, run_id: str) -> int:
         """Return the number whose turn it is: the first behind the boundary that is not finished.
