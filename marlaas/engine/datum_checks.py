@@ -15,6 +15,9 @@ from marlaas.types import LOSS_INPUTS, Datum, Objective
 MAX_TARGETS = 256
 """Targets of one entry. Each is a cell of every per-token array, and of the answer."""
 
+MAX_CELLS = 1 << 24
+"""Targets of all data of one call: 64 MiB in each of its per-token arrays and in the answer."""
+
 
 def datum_problems(
     datum: Datum, objective: Objective | None, *, vocab_size: int, max_context: int

@@ -32,7 +32,7 @@ from marlaas.engine.adapter_io import (
     read_spec,
     target_kinds,
 )
-from marlaas.engine.datum_checks import datum_problems
+from marlaas.engine.datum_checks import MAX_CELLS, datum_problems
 from marlaas.engine.fused_pass import PassRunner
 from marlaas.engine.objectives import check_objective
 from marlaas.engine.optimizer import adamw_, check_adam, clip_
@@ -252,6 +252,9 @@ class LoraTrainer:
         ]
         if not data:
             problems.append("no data; expected at least one datum")
+        num_cells = sum(datum.weights.size for datum in data)
+        if num_cells > MAX_CELLS:
+            problems.append(f"{num_cells} targets in all; expected at most {MAX_CELLS} at once")
         if problems:
             raise InvalidRequest(*problems)
         submission = Submission(

@@ -13,6 +13,8 @@
     | `JOB@latest`   | the newest one                                                      |
     | `JOB@7`        | version 7, if it is kept                                            |
 
+- Given tokens are sampled under a given version (`sample`) in the same way, without names and
+  texts, for clients that bring both (`loop/samplers.py`). Many more of them may be open.
 - Every completion competes like a group of a job: it waits for its tenant's turn on a worker, is
   charged an estimate in device seconds, and settled on what it took. So serving cannot starve
   training, nor training serving; of one tenant's work, serving counts as one job per worker.
@@ -25,8 +27,11 @@
 """
 
 import asyncio
+import hashlib
 import itertools
+import logging
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,6 +45,7 @@ from marlaas.errors import (
     MarlaasError,
     NotFound,
     QuotaExceeded,
+    StoreUnavailable,
     UnsupportedFeature,
     WorkerLost,
 )
@@ -63,6 +69,8 @@ from marlaas.types import (
     TenantId,
     Usage,
 )
+
+logger = logging.getLogger(__name__)
 
 BASE_MODEL = "base"
 """Name of the base model; a job of that name is served as `base@latest` and so on."""
@@ -101,8 +109,25 @@ class ServingSettings:
     max_loaded: int = 64
     """Versions that one worker holds for serving. More than `max_completions`, so that no tenant
     can occupy them all."""
+    max_loaded_bytes: int = 2 << 30
+    """What these versions take at most, as far as their sizes are known."""
+    book_every_s: float = 0.5
+    """Usage of samples is written to the store so often, all that came to its end together."""
     retry_after_s: float = 1.0
     """What a tenant with too many completions is told to wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What may be asked for beside the sampled tokens and their logprobs; see `GenerateRequest`.
+    Whatever concerns the context is the same for all samples: only the first one has it."""
+
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    target_prompt_ids: np.ndarray | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_from: int = 0
+    topk_sample_logprobs: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +150,9 @@ class Order:
     name: str
     version: ServedVersion | None
     """None is the base."""
+    extras: Extras = Extras()
+    prefix_id: str = ""
+    """Names the prompt, so that orders with the same one share what is computed of it."""
     is_begun: bool = False
     """A completion began, so the version stays what it is."""
     station: Station | None = None
@@ -159,10 +187,19 @@ class Serving:
         self._tokenizer = tokenizer
         self._settings = settings or ServingSettings()
         self._tenants: dict[TenantId, TenantPlaces] = {}
+        self._prompts: Counter[str] = Counter()
+        """Orders under way, by what names their prompt."""
+        self._unbooked: dict[TenantId, Usage] = {}
+        self._booking: asyncio.Task[None] | None = None
         self._lanes: dict[tuple[TenantId, str], Lane] = {}
         self._ids = itertools.count(1)
         self._shelves = {
-            station.worker.name: Shelf(station, max_loaded=self._settings.max_loaded, ids=self._ids)
+            station.worker.name: Shelf(
+                station,
+                max_loaded=self._settings.max_loaded,
+                max_bytes=self._settings.max_loaded_bytes,
+                ids=self._ids,
+            )
             for station in placement.stations
         }
         self._recoveries: dict[str, asyncio.Task[None]] = {}
@@ -237,7 +274,7 @@ class Serving:
             WorkerLost: workers went away in every attempt.
         """
         tokens = self.tokens(prompt)
-        self._check(tokens, sampling, n)
+        self.check(tokens, sampling, n, most=self._settings.max_completions)
         await self._quotas.learn_today(self._store, tenant_id)
         self._quotas.check_tokens(tenant_id)
         version = await self.resolve(tenant_id, model)
@@ -260,6 +297,65 @@ class Serving:
                 return await all_or_none(samples)
         finally:
             await self._book(order)
+
+    async def sample(
+        self,
+        tenant_id: TenantId,
+        version: ServedVersion | None,
+        tokens: np.ndarray,
+        sampling: SamplingParams,
+        n: int = 1,
+        *,
+        extras: Extras = Extras(),
+    ) -> list[Completion]:
+        """Continue given tokens `n` times under a given version. Stops are those of `sampling`
+        alone, seeds are as in `complete`. The caller has made sure that the tenant may read the
+        version, that `check` finds nothing wrong, and that there are not too many at once.
+
+        Raises:
+            NotFound: the version's files are gone.
+            QuotaExceeded: the tenant used up its day.
+            WorkerLost: workers went away in every attempt.
+        """
+        await self._quotas.learn_today(self._store, tenant_id)
+        self._quotas.check_tokens(tenant_id)
+        order = Order(
+            tenant_id=tenant_id,
+            model="",
+            tokens=tokens,
+            sampling=sampling,
+            n=n,
+            name=f"#sample/{next(self._ids)}",
+            version=version,
+            extras=extras,
+            prefix_id=_prompt_id(tenant_id, tokens),
+        )
+        try:
+            with self._shared_prompt(order):
+                if n == 1:
+                    return [await self._try(order, 0)]
+                samples = [asyncio.create_task(self._try(order, index)) for index in range(n)]
+                return await all_or_none(samples)
+        finally:
+            self._book_later(order)
+
+    def why_waiting(self, tenant_id: TenantId) -> str:
+        """Return in words why samples of a tenant wait for a worker; empty if none does."""
+        num_waiting = sum(
+            len(lane) for (owner, _), lane in self._lanes.items() if owner == tenant_id
+        )
+        return f"{num_waiting} samples wait for a place on a worker" if num_waiting else ""
+
+    @contextmanager
+    def _shared_prompt(self, order: Order) -> Iterator[None]:
+        """Let orders with the same prompt know of each other."""
+        self._prompts[order.prefix_id] += 1
+        try:
+            yield
+        finally:
+            self._prompts[order.prefix_id] -= 1
+            if not self._prompts[order.prefix_id]:
+                del self._prompts[order.prefix_id]
 
     @contextmanager
     def _open(self, tenant_id: TenantId, n: int) -> Iterator[asyncio.Semaphore]:
@@ -287,15 +383,19 @@ class Serving:
         self, order: Order, index: int, places: asyncio.Semaphore
     ) -> Completion:
         async with places:
-            for _ in range(MAX_ATTEMPTS):
-                station = order.station = order.station or await self._choose(order.version)
-                try:
-                    return await self._sample(order, index, station)
-                except WorkerLost:
-                    self._start_recovery(station)
-                    if order.station is station:
-                        order.station = None
-            raise WorkerLost(f"a worker was lost in all of {MAX_ATTEMPTS} attempts")
+            return await self._try(order, index)
+
+    async def _try(self, order: Order, index: int) -> Completion:
+        """Sample one sequence of an order, on another worker if one is lost."""
+        for _ in range(MAX_ATTEMPTS):
+            station = order.station = order.station or await self._choose(order.version)
+            try:
+                return await self._sample(order, index, station)
+            except WorkerLost:
+                self._start_recovery(station)
+                if order.station is station:
+                    order.station = None
+        raise WorkerLost(f"a worker was lost in all of {MAX_ATTEMPTS} attempts")
 
     async def _sample(self, order: Order, index: int, station: Station) -> Completion:
         """Wait for the tenant's turn on a worker, sample there, settle what it cost."""
@@ -303,18 +403,8 @@ class Serving:
         turn = await lane.turn(len(order.tokens), order.sampling.max_tokens)
         try:
             async with self._version(order, station, lane) as (policy_id, version, adapter_hash):
-                completion = await turn.place.generate(
-                    GenerateRequest(
-                        request_id=f"{order.name}/{index}/{next(self._ids)}",
-                        sequence_id=f"{order.name}/{index}",
-                        policy_id=policy_id,
-                        version=version,
-                        tokens=order.tokens,
-                        sampling=replace(order.sampling, seed=_seed(order.sampling.seed, index)),
-                        prefix_id=order.name if order.n > 1 else "",
-                        prefix_len=len(order.tokens),
-                    )
-                )
+                request = self._request(order, index, policy_id, version)
+                completion = await turn.place.generate(request)
             if completion.stop_reason is StopReason.CANCELLED:
                 raise WorkerLost(f"{station.worker.name} gave up the sequence")
         except MarlaasError:  # a client who leaves has had the worker's time, and stays charged
@@ -325,6 +415,29 @@ class Serving:
         assert completion.adapter_hash == adapter_hash, "answered by another adapter"
         order.done.append((completion, lane.settle(turn, completion)))
         return completion
+
+    def _request(
+        self, order: Order, index: int, policy_id: PolicyId | None, version: int
+    ) -> GenerateRequest:
+        extras = order.extras
+        is_first = index == 0
+        is_shared = order.n > 1 or self._prompts[order.prefix_id] > 1
+        return GenerateRequest(
+            request_id=f"{order.name}/{index}/{next(self._ids)}",
+            sequence_id=f"{order.name}/{index}",
+            policy_id=policy_id,
+            version=version,
+            tokens=order.tokens,
+            sampling=replace(order.sampling, seed=_seed(order.sampling.seed, index)),
+            prefix_id=(order.prefix_id or order.name) if is_shared else "",
+            prefix_len=len(order.tokens),
+            prompt_logprobs=extras.prompt_logprobs and is_first,
+            topk_prompt_logprobs=extras.topk_prompt_logprobs if is_first else 0,
+            target_prompt_ids=extras.target_prompt_ids if is_first else None,
+            prompt_alt_tokens_k=extras.prompt_alt_tokens_k if is_first else 0,
+            prompt_logprobs_from=extras.prompt_logprobs_from if is_first else 0,
+            topk_sample_logprobs=extras.topk_sample_logprobs,
+        )
 
     @asynccontextmanager
     async def _version(
@@ -339,6 +452,8 @@ class Serving:
             try:
                 loaded = await shelf.take(order.version, on_load=lane.charge_load)
             except NotFound:
+                if not order.model:
+                    raise
                 # Pruned since the request came: what the name stands for now is as good, unless a
                 # sibling has begun under the older one.
                 version = await self.resolve(order.tenant_id, order.model)
@@ -356,23 +471,58 @@ class Serving:
         """Count what was sampled as the tenant's, also if the client has left."""
         if not order.done:
             return
-        completions = [completion for completion, _ in order.done]
-        num_cached = sum(completion.num_cached_tokens for completion in completions)
-        usage = Usage(
-            served_tokens=sum(len(completion.tokens) for completion in completions),
-            prefill_tokens=len(completions) * len(order.tokens) - num_cached,
-            device_s=sum(seconds for _, seconds in order.done),
-        )
+        usage = _usage_of(order)
         self._quotas.use(order.tenant_id, tokens=usage.served_tokens)
         job = order.version.job if order.version else ""
         await self._store.call(Store.add_usage, order.tenant_id, job, usage)
         if order.station is not None:
             await order.station.learn_rates()
 
-    def _check(self, tokens: np.ndarray, sampling: SamplingParams, n: int) -> None:
+    def _book_later(self, order: Order) -> None:
+        """Count what was sampled now, and have it written with what others sample meanwhile."""
+        if not order.done:
+            return
+        usage, tenant_id = _usage_of(order), order.tenant_id
+        self._quotas.use(tenant_id, tokens=usage.served_tokens)
+        self._unbooked[tenant_id] = self._unbooked.get(tenant_id, Usage()) + usage
+        if self._booking is None:
+            self._booking = asyncio.create_task(self._write_usage(), name="usage of samples")
+
+    async def _write_usage(self) -> None:
+        await asyncio.sleep(self._settings.book_every_s)
+        await self._write_unbooked()
+        self._booking = None
+        for station in self._placement.alive:
+            await station.learn_rates()
+
+    async def _write_unbooked(self) -> None:
+        while self._unbooked:
+            tenant_id, usage = self._unbooked.popitem()
+            try:
+                await self._store.call(Store.add_usage, tenant_id, "", usage)
+            except StoreUnavailable as error:
+                logger.warning("usage of samples of %s is not written: %s", tenant_id, error)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that a prompt and its continuation may have together."""
+        return self._placement.stations[0].worker.generator.capabilities.max_context
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The base's own."""
+        return tuple(self._tokenizer.stop_token_ids)
+
+    def check(self, tokens: np.ndarray, sampling: SamplingParams, n: int, *, most: int) -> None:
+        """Refuse what could not be sampled, before anybody waits for it.
+
+        Raises:
+            InvalidRequest: naming every fault.
+            UnsupportedFeature: the workers' generator lacks something.
+        """
         problems = list(sampling_problems(sampling))
-        if not 1 <= n <= self._settings.max_completions:
-            problems.append(f"n = {n}; expected 1 to {self._settings.max_completions}")
+        if not 1 <= n <= most:
+            problems.append(f"n = {n}; expected 1 to {most}")
         able = self._placement.stations[0].worker.generator.capabilities
         if len(tokens) >= able.max_context:
             problems.append(
@@ -454,10 +604,11 @@ class Serving:
 
     async def close(self) -> None:
         """End what goes on in the background. Requests are ended by whoever awaits them."""
-        recoveries = list(self._recoveries.values())
-        for task in recoveries:
+        tasks = [*self._recoveries.values(), *([self._booking] if self._booking else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*recoveries, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._write_unbooked()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -539,6 +690,22 @@ def sampling_problems(sampling: SamplingParams) -> Iterator[str]:
     lengths = [len(stop) for stop in sampling.stop_strings]
     if not all(1 <= length <= MAX_STOP_STRING_CHARS for length in lengths):
         yield f"stop strings of {lengths} characters; expected 1 to {MAX_STOP_STRING_CHARS}"
+
+
+def _usage_of(order: Order) -> Usage:
+    completions = [completion for completion, _ in order.done]
+    num_cached = sum(completion.num_cached_tokens for completion in completions)
+    return Usage(
+        served_tokens=sum(len(completion.tokens) for completion in completions),
+        prefill_tokens=len(completions) * len(order.tokens) - num_cached,
+        device_s=sum(seconds for _, seconds in order.done),
+    )
+
+
+def _prompt_id(tenant_id: TenantId, tokens: np.ndarray) -> str:
+    """Return what names a prompt of a tenant; another tenant's is never the same."""
+    digest = hashlib.blake2b(tokens.tobytes(), digest_size=16, key=b"prompt")
+    return f"#prompt/{tenant_id}/{digest.hexdigest()}"
 
 
 def _seed(seed: int, index: int) -> int:

@@ -6,8 +6,8 @@
 
 - Every load gets a policy id of its own, which no job can have: a version that is trained, judged
   and served at the same time is three things to the worker, and none can end another.
-- A version in use stays. There are at most `max_loaded`; whoever needs one more waits for an idle
-  one, without holding up those whose version is there.
+- A version in use stays. There are at most `max_loaded`, of `max_bytes` in all; whoever needs one
+  more waits for an idle one, without holding up those whose version is there.
 - What was lost with a worker is loaded again when it is asked for.
 """
 
@@ -16,7 +16,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from marlaas.errors import Conflict, NotFound, PolicyDiverged, WorkerLost
 from marlaas.loop.concurrency import to_its_end
@@ -34,6 +34,8 @@ class ServedVersion:
     adapter_hash: str
     folder: str
     """PEFT folder."""
+    num_bytes: int = field(default=0, compare=False)
+    """What it takes on a worker, if that is known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,9 +58,12 @@ class Shelf:
         shelf.put_back(loaded)
     """
 
-    def __init__(self, station: Station, *, max_loaded: int, ids: itertools.count) -> None:
+    def __init__(
+        self, station: Station, *, max_loaded: int, max_bytes: int, ids: itertools.count
+    ) -> None:
         self._station = station
         self._max_loaded = max_loaded
+        self._max_bytes = max_bytes
         self._ids = ids
         self._loaded: OrderedDict[ServedVersion, LoadedVersion] = OrderedDict()
         self._loading = asyncio.Lock()
@@ -90,7 +95,7 @@ class Shelf:
                 loaded = self._find(version)
                 if loaded is None:
                     await self._drop_lost()
-                    await self._make_room()
+                    await self._make_room(version.num_bytes)
                     loaded = await to_its_end(self._load(version))
                     on_load()
                 loaded.num_users += 1
@@ -124,14 +129,19 @@ class Shelf:
         self._loaded[version] = loaded
         return loaded
 
-    async def _make_room(self) -> None:
-        while len(self._loaded) >= self._max_loaded:
+    async def _make_room(self, num_bytes: int) -> None:
+        """Wait until one more version of so many bytes has a place. One alone always has."""
+        while self._loaded and not self._has_room(num_bytes):
             idle = next((one for one, held in self._loaded.items() if not held.num_users), None)
             if idle is not None:
                 await self._unload(idle, self._loaded.pop(idle))
             else:
                 self._returned.clear()
                 await self._returned.wait()
+
+    def _has_room(self, num_bytes: int) -> bool:
+        held_bytes = sum(version.num_bytes for version in self._loaded)
+        return len(self._loaded) < self._max_loaded and held_bytes + num_bytes <= self._max_bytes
 
     async def _unload(self, version: ServedVersion, loaded: LoadedVersion) -> None:
         with suppress(NotFound, WorkerLost):

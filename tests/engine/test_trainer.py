@@ -473,6 +473,13 @@ def test_every_fault_of_a_submission_is_named_at_once() -> None:
     assert len(refusal.value.problems) == len(data)
     with pytest.raises(InvalidRequest, match="no data"):
         trainer.submit_forward_backward("p", slot, [], DPPO, 0)
+    ones = np.ones((512, 256), dtype=np.float32)
+    huge = Datum(
+        tokens=np.zeros(512, np.int32), targets=np.zeros((512, 256), np.int32), weights=0 * ones,
+        advantages=ones, sampling_logprobs=ones,
+    )  # fmt: skip
+    with pytest.raises(InvalidRequest, match="16908288 targets in all; expected at most 16777216"):
+        trainer.submit_forward_backward("p", slot, [huge] * 129, DPPO, 0)
 
 
 @pytest.mark.parametrize(
