@@ -21,7 +21,6 @@ from marlaas.errors import NotFound
 from marlaas.loop.concurrency import to_its_end
 from marlaas.loop.serving import find_version
 from marlaas.loop.shelf import ServedVersion
-from marlaas.service.auth import WithCaller
 from marlaas.service.archives import (
     Download,
     check_archive,
@@ -32,6 +31,7 @@ from marlaas.service.archives import (
     tar_bytes,
     tar_pieces,
 )
+from marlaas.service.auth import WithCaller
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.places import JobName, VersionName
 from marlaas.service.wire.common import Responses
@@ -43,6 +43,7 @@ from marlaas.types import TenantId
 P = ParamSpec("P")
 
 router = APIRouter(tags=["adapters"])
+
 
 @router.get("/v1/jobs/{job}/versions")
 async def list_versions(caller: WithCaller, parts: WithParts, job: JobName) -> VersionList:

@@ -36,6 +36,7 @@ _BEARER = HTTPBearer(scheme_name="Bearer", auto_error=False, description="The sa
 MAX_KEY_CHARS = 200
 """Nothing longer is a key; it is not even hashed."""
 
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who is calling, and the tenant on whose rows the route works."""

@@ -228,9 +228,7 @@ class Room:
         """Wait until there is room for so many bytes, and hold it."""
         num_bytes = min(num_bytes, self._most_bytes)
         async with self._left:
-            await self._left.wait_for(
-                lambda: self._taken[name] + num_bytes <= self._most_bytes
-            )
+            await self._left.wait_for(lambda: self._taken[name] + num_bytes <= self._most_bytes)
             self._taken[name] += num_bytes
         try:
             yield

@@ -19,7 +19,6 @@ from marlaas.service.telemetry import Telemetry
 from marlaas.service.trials import Trials
 from marlaas.store.async_store import AsyncStore
 
-
 MAX_PASS_BYTES_OF_ONE = 128 << 20
 """Of one tenant's requests to train, while they are read."""
 
@@ -33,7 +32,6 @@ class ServedBase:
     architecture: str
     tokenizer_id: str
     """Where such a client finds the tokenizer: a folder, or a name on a hub."""
-    stop_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ _AT = re.compile(r"(.*) - at `(?:key in )?\$(.*)`", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
 
-class TinkerBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TinkerBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """Something that comes in."""
 
     type: str | None = None
@@ -55,7 +55,7 @@ class SessionId(TinkerBody):
     session_id: str
 
 
-class FinishReason(Struct, frozen=True, forbid_unknown_fields=True):
+class FinishReason(Struct, forbid_unknown_fields=True):
     type: str
 
 
@@ -67,7 +67,7 @@ class Finish(TinkerBody):
 # Training -------------------------------------------------------------------------------------
 
 
-class LoraConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LoraConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     rank: int
     seed: int | None = None
     train_unembed: bool = True
@@ -88,20 +88,35 @@ class ModelId(TinkerBody):
     model_id: str
 
 
-class LoadWeightsBody(TinkerBody):
+class OperationBody(TinkerBody):
+    """One operation of a run."""
+
+    model_id: str
+    seq_id: int
+
+
+class LoadIntoBody(OperationBody):
+    """Into a run that there is."""
+
     path: str
     optimizer: bool
-    model_id: str | None = None
-    seq_id: int | None = None
-    session_id: str | None = None
-    model_seq_id: int | None = None
+    weights_access_token: str | None = None
+
+
+class CreateFromBody(TinkerBody):
+    """Makes a run."""
+
+    path: str
+    optimizer: bool
+    session_id: str
+    model_seq_id: int
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: dict[str, Any] | None = None
     weights_access_token: str | None = None
 
 
-class AdamBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class AdamBody(Struct, forbid_unknown_fields=True, kw_only=True):
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -111,25 +126,19 @@ class AdamBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     type: str = "adamw"
 
 
-class OptimStepBody(TinkerBody):
-    model_id: str
-    seq_id: int
+class OptimStepBody(OperationBody):
     adam_params: AdamBody | None = None
     optimizer_params: dict[str, Any] | None = None
 
 
-class SaveWeightsBody(TinkerBody):
-    model_id: str
-    seq_id: int
+class SaveWeightsBody(OperationBody):
     path: str | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: dict[str, Any] | None = None
 
 
-class SaveForSamplerBody(TinkerBody):
-    model_id: str
-    seq_id: int
+class SaveForSamplerBody(OperationBody):
     path: str | None = None
     sampling_session_seq_id: int | None = None
     kind: str = "snapshot"
@@ -137,9 +146,7 @@ class SaveForSamplerBody(TinkerBody):
     user_metadata: dict[str, Any] | None = None
 
 
-class SaveExternalBody(TinkerBody):
-    model_id: str
-    seq_id: int
+class SaveExternalBody(OperationBody):
     path: str
     ttl_seconds: int | None = None
     age_encryption_recipients: list[str] | None = None
@@ -159,18 +166,18 @@ class SamplerId(TinkerBody):
     sampling_session_id: str
 
 
-class ChunkBody(Struct, frozen=True):
+class ChunkBody(Struct):
     """Of a kind that is not text, only the kind is read."""
 
     type: str = "encoded_text"
     tokens: list[int] = []
 
 
-class PromptBody(Struct, frozen=True, forbid_unknown_fields=True):
+class PromptBody(Struct, forbid_unknown_fields=True):
     chunks: list[ChunkBody]
 
 
-class SamplingBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SamplingBody(Struct, forbid_unknown_fields=True, kw_only=True):
     max_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str | int] | None = None
@@ -179,7 +186,7 @@ class SamplingBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     top_p: float = 1.0
 
 
-class TensorBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TensorBody(Struct, forbid_unknown_fields=True, kw_only=True):
     data: list[int | float]
     dtype: str
     shape: list[int] | None = None
@@ -216,7 +223,7 @@ class RequestId(TinkerBody):
     request_id: str
 
 
-class FuturesTarget(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FuturesTarget(Struct, forbid_unknown_fields=True, kw_only=True):
     sampling_session_id: str
     type: str = "sampling_session"
     cloned_sampler_id: int = 0
@@ -337,7 +344,9 @@ def read_metadata(where: str, metadata: Mapping[str, Any] | None) -> dict[str, s
         if not isinstance(value, str):
             raise InvalidRequest(f"{where}.{name[:40]}: expected text")
         if max(len(name), len(value)) > MAX_TEXT_CHARS:
-            raise InvalidRequest(f"{where}.{name[:40]}: expected at most {MAX_TEXT_CHARS} characters")
+            raise InvalidRequest(
+                f"{where}.{name[:40]}: expected at most {MAX_TEXT_CHARS} characters"
+            )
     return found
 
 

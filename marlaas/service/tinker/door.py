@@ -61,11 +61,15 @@ async def client(
     tenant = identity.tenant
     if request.scope["path"] not in _UNPACED:
         parts.rates.take(tenant.tenant_id, tenant.quotas.requests_a_second)
-    refuse_unknown_parameters(request)
     return tenant.tenant_id
 
 
 WithTenant = Annotated[TenantId, Depends(client)]
+
+
+async def known_parameters_only(request: Request) -> None:
+    """Refuse a query parameter that the route does not know: no filter is silently left out."""
+    refuse_unknown_parameters(request)
 
 
 def _bearer(request: Request) -> str:

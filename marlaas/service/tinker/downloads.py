@@ -66,7 +66,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
 
 @router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls")
-async def external_weights_urls(  # noqa: PLR0913, PLR0917, what a path names
+async def external_weights_urls(
     tenant: WithTenant,
     parts: WithParts,
     request: Request,
@@ -92,7 +92,7 @@ async def external_weights_urls(  # noqa: PLR0913, PLR0917, what a path names
     status_code=302,
     response_class=RedirectResponse,
 )
-async def checkpoint_archive(  # noqa: PLR0913, PLR0917, what a path names
+async def checkpoint_archive(
     tenant: WithTenant,
     parts: WithParts,
     request: Request,
@@ -123,9 +123,7 @@ async def download(
     if opened is None or opened.file != file or opened.until_s < runtime.wall_time_s():
         raise NotFound("no such download, or its time is over; ask for the address again")
     tenant, kind = TenantId(opened.tenant), CheckpointKind(opened.kind)
-    checkpoint = await parts.store.call(
-        Store.checkpoint, tenant, opened.run_id, kind, opened.name
-    )
+    checkpoint = await parts.store.call(Store.checkpoint, tenant, opened.run_id, kind, opened.name)
     if checkpoint.adapter_hash != opened.adapter_hash:
         raise NotFound(f"{checkpoint.path} was saved anew; ask for the address again")
     limit = parts.settings.max_archive_bytes
@@ -162,7 +160,7 @@ def _files(checkpoint: Checkpoint) -> list[str]:
 # Addresses
 
 
-def _url(  # noqa: PLR0913, PLR0917, what an address says
+def _url(
     parts: Parts,
     request: Request,
     tenant: TenantId,

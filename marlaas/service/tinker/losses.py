@@ -1,14 +1,14 @@
 """The losses that clients name, as our token objectives.
 
-    | client's name         | objective             | trained entries            | defaults         |
-    |-----------------------|-----------------------|----------------------------|------------------|
-    | `cross_entropy`       | `cross_entropy`       | `weights` is not 0         |                  |
-    | `importance_sampling` | `importance_sampling` | `advantages` is not 0      |                  |
-    | `ppo`                 | `ppo`                 | the same                   | 0.8, 1.2         |
-    | `cispo`               | `cispo`               | the same                   | 0.0, 4.0         |
-    | `gspo`                | `gspo`                | the same, or in the mask   | 0.9997, 1.0004   |
-    | `dro`                 | `dro`                 | advantage or logprob not 0 | beta 0.05        |
-    | `stable_reinforce`    | `dppo_tis`            | the same                   |                  |
+    | client's name         | objective             | trained entries       | bounds         |
+    |-----------------------|-----------------------|-----------------------|----------------|
+    | `cross_entropy`       | `cross_entropy`       | weight not 0          |                |
+    | `importance_sampling` | `importance_sampling` | advantage not 0       |                |
+    | `ppo`                 | `ppo`                 | the same              | 0.8, 1.2       |
+    | `cispo`               | `cispo`               | the same              | 0.0, 4.0       |
+    | `gspo`                | `gspo`                | the same, or mask     | 0.9997, 1.0004 |
+    | `dro`                 | `dro`                 | the same, or logprob  |                |
+    | `stable_reinforce`    | `dppo_tis`            | the same, or logprob  |                |
 
 - A loss is a plain sum: no mean over tokens or data. Entries of weight 0 add nothing to any of
   these sums, so leaving them out changes no value and no gradient. Of `dro` and `stable_reinforce`
@@ -37,8 +37,6 @@ INFO = (
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 TARGETS, WEIGHTS, MASK = "target_tokens", "weights", "sequence_ratio_mask"
 LOGPROBS, ADVANTAGES = "logprobs", "advantages"
-
-_NO_THRESHOLDS: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ import zstandard
 from google.protobuf.message import DecodeError
 
 from marlaas.errors import InvalidRequest, TooLarge, UnsupportedFeature
-from marlaas.loop.operations import ForwardBackward
+from marlaas.loop.operations import ForwardBackward, OperationKind
 from marlaas.service.tinker import losses, schema
 from marlaas.service.tinker.tensors import pack, read_int32, read_tensor
 from marlaas.types import Datum, DatumOutput
@@ -54,6 +54,11 @@ class PassRequest:
     run_id: str
     seq: int
     message: Any
+
+    @property
+    def kind(self) -> OperationKind:
+        is_forward = self.message.forward_only
+        return OperationKind.FORWARD if is_forward else OperationKind.FORWARD_BACKWARD
 
 
 def unpack(body: bytes, encoding: str, limit: int) -> bytes:
@@ -144,9 +149,7 @@ def _read_datum(where: str, message: Any, loss: losses.Loss, max_context: int) -
         raise InvalidRequest(f"{where}: {_first(is_lost)} is to be trained on, and has no target")
     nothing = np.zeros_like(weights)
     is_shifted = (
-        targets.ndim == 1
-        and targets[-1] != _NO_CELL
-        and np.array_equal(targets[:-1], inputs_N[1:])
+        targets.ndim == 1 and targets[-1] != _NO_CELL and np.array_equal(targets[:-1], inputs_N[1:])
     )
     last = targets[-1] if is_shifted else 0
     return Datum(

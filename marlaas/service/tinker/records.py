@@ -157,9 +157,7 @@ async def publish_checkpoint(
     tenant: WithTenant, parts: WithParts, run_id: RunName, kind: KindName, name: CheckpointName
 ) -> Response:
     """Let every tenant of this service load and sample a checkpoint."""
-    await parts.store.call(
-        Store.publish_checkpoint, tenant, run_id, kind, name, is_public=True
-    )
+    await parts.store.call(Store.publish_checkpoint, tenant, run_id, kind, name, is_public=True)
     return answer({})
 
 
@@ -168,14 +166,12 @@ async def unpublish_checkpoint(
     tenant: WithTenant, parts: WithParts, run_id: RunName, kind: KindName, name: CheckpointName
 ) -> Response:
     """Keep a checkpoint from other tenants again."""
-    await parts.store.call(
-        Store.publish_checkpoint, tenant, run_id, kind, name, is_public=False
-    )
+    await parts.store.call(Store.publish_checkpoint, tenant, run_id, kind, name, is_public=False)
     return answer({})
 
 
 @router.put(f"{_ONE}/ttl", openapi_extra=says(bodies.TtlBody))
-async def set_checkpoint_ttl(  # noqa: PLR0913, PLR0917, what a path names
+async def set_checkpoint_ttl(
     tenant: WithTenant,
     parts: WithParts,
     request: Request,
@@ -242,7 +238,7 @@ async def copy_weights(tenant: WithTenant, parts: WithParts, request: Request) -
     return answer({"tinker_path": copy.path})
 
 
-def _copy(  # noqa: PLR0913, PLR0917, where from and where to
+def _copy(
     store: Store,
     tenant: TenantId,
     path: str,

@@ -13,6 +13,7 @@
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from marlaas.loop.samplers import SampleRequest
 from marlaas.loop.serving import Extras
 from marlaas.service.tinker import schema
 from marlaas.service.tinker.bodies import PromptBody, SampleBody, TensorBody, number
-from marlaas.service.tinker.tensors import Csr, check_csr, from_list, pack, write_csr, write_tensor
+from marlaas.service.tinker.tensors import Csr, check_csr, from_list, pack, write_tensor
 from marlaas.types import Completion, StopReason
 
 MAX_TOP_K = 64
@@ -44,8 +45,10 @@ def read_sample(body: SampleBody) -> SampleRequest:
     tokens = read_prompt(body.prompt)
     sampling = body.sampling_params
     stop_token_ids, stop_strings = _stops(sampling.stop)
-    most = None if sampling.max_tokens is None else number(
-        "sampling_params.max_tokens", sampling.max_tokens, 1, _MAX_ID
+    most = (
+        None
+        if sampling.max_tokens is None
+        else number("sampling_params.max_tokens", sampling.max_tokens, 1, _MAX_ID)
     )
     return SampleRequest(
         tokens=tokens,
@@ -118,8 +121,12 @@ def _extras(body: SampleBody, num_tokens: int) -> Extras:
     targets = body.target_prompt_logprobs
     return Extras(
         prompt_logprobs=bool(body.prompt_logprobs),
-        topk_prompt_logprobs=number("topk_prompt_logprobs", body.topk_prompt_logprobs, 0, MAX_TOP_K),
-        topk_sample_logprobs=number("topk_sample_logprobs", body.topk_sample_logprobs, 0, MAX_TOP_K),
+        topk_prompt_logprobs=number(
+            "topk_prompt_logprobs", body.topk_prompt_logprobs, 0, MAX_TOP_K
+        ),
+        topk_sample_logprobs=number(
+            "topk_sample_logprobs", body.topk_sample_logprobs, 0, MAX_TOP_K
+        ),
         target_prompt_ids=None if targets is None else _targets(targets, num_tokens),
         prompt_logprobs_from=start,
         prompt_alt_tokens_k=number("prompt_alt_tokens_k", body.prompt_alt_tokens_k, 0, MAX_TOP_K),
@@ -200,7 +207,7 @@ def _stop_reason(reason: StopReason) -> int:
     return schema.STOP if is_stop else schema.LENGTH
 
 
-def _write_prompt(message: schema.SampleResponse, completion: Completion) -> None:
+def _write_prompt(message: Any, completion: Completion) -> None:
     message.prompt_cache_hit_tokens = completion.num_cached_tokens
     if completion.prompt_logprobs is not None:
         message.prompt_logprobs = pack(completion.prompt_logprobs, "<f4")
@@ -218,7 +225,7 @@ def _write_prompt(message: schema.SampleResponse, completion: Completion) -> Non
         write_tensor(message.prompt_alt_tokens.logprobs, completion.prompt_alt_logprobs[1:])
 
 
-def _write_topk(message: schema.SampleResponse, ids: np.ndarray, logprobs: np.ndarray) -> None:
+def _write_topk(message: Any, ids: np.ndarray, logprobs: np.ndarray) -> None:
     is_empty = (ids < 0) | ~np.isfinite(logprobs)
     message.token_ids = pack(np.where(is_empty, 0, ids), "<i4")
     message.logprobs = pack(np.where(is_empty, _EMPTY_LOGPROB, logprobs), "<f4")

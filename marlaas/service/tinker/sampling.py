@@ -44,9 +44,7 @@ def _base_name(parts: Parts, name: str | None) -> str:
 
 
 @router.post("/join_sampling_session", openapi_extra=says(bodies.SamplerId))
-async def join_sampling_session(
-    tenant: WithTenant, parts: WithParts, request: Request
-) -> Response:
+async def join_sampling_session(tenant: WithTenant, parts: WithParts, request: Request) -> Response:
     """Give another client of a sampler a number of its own."""
     body = await read(request, bodies.SamplerId)
     count = await parts.samplers.join(tenant, body.sampling_session_id)

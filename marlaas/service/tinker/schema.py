@@ -93,7 +93,9 @@ def _set_type(
         name = "".join(part.capitalize() for part in field.name.split("_")) + "Entry"
         entry = message.nested_type.add(name=name)
         entry.options.map_entry = True
-        for number, (part, inner) in enumerate(zip(("key", "value"), pair.groups()), 1):
+        for number, (part, inner) in enumerate(
+            zip(("key", "value"), pair.groups(), strict=True), 1
+        ):
             held = entry.field.add(name=part, number=number, label=_FIELD.LABEL_OPTIONAL)
             _set_type(entry, held, inner, enums)
         field.label = _FIELD.LABEL_REPEATED
@@ -112,7 +114,7 @@ def _number(tokens: Iterator[str]) -> int:
     return number
 
 
-_TEXT = resources.files(__package__).joinpath(_FILE).read_text(encoding="utf-8")
+_TEXT = resources.files("marlaas.service.tinker").joinpath(_FILE).read_text(encoding="utf-8")
 _POOL = descriptor_pool.DescriptorPool()
 _POOL.AddSerializedFile(_read(_TEXT).SerializeToString())
 

@@ -137,6 +137,7 @@ async def finish_session(
     detail = check_text("detail", body.detail or "")
     reason = f"{body.reason.type}: {detail}" if detail else body.reason.type
     await parts.store.call(Store.finish_session, tenant, session_id, reason)
+    await parts.runs.end_session(tenant, session_id)
     return answer({})
 
 

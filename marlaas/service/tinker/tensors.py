@@ -91,7 +91,9 @@ def check_csr(
     if crow.shape != (rows + 1,):
         raise InvalidRequest(f"{where}: {crow.size} row pointers; expected {rows + 1}")
     if crow[0] != 0 or crow[-1] != values.size or (np.diff(crow) < 0).any():
-        raise InvalidRequest(f"{where}: row pointers; expected them to rise from 0 to {values.size}")
+        raise InvalidRequest(
+            f"{where}: row pointers; expected them to rise from 0 to {values.size}"
+        )
     if col.size != values.size:
         raise InvalidRequest(f"{where}: {col.size} column indices for {values.size} values")
     if col.size and (col.min() < 0 or col.max() >= columns):
@@ -160,7 +162,9 @@ def _shaped(where: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
         return values
     _check_shape(where, shape)
     if prod(shape) != values.size:
-        raise InvalidRequest(f"{where}: {values.size} values; expected as many as {list(shape)} has")
+        raise InvalidRequest(
+            f"{where}: {values.size} values; expected as many as {list(shape)} has"
+        )
     return values.reshape(shape)
 
 

@@ -1,24 +1,24 @@
-"""Runs: made, trained and saved. Every route but `get_info` accepts an operation and answers at once
-with the name of its future.
+"""Runs: made, trained and saved. Every route but `get_info` accepts an operation and answers at
+once with the name of its future.
 
 - An operation of a run has a number, and the numbers are used up in order, whatever the order in
-  which requests come. One that is refused uses up its number as well, if run and number can be read:
-  the client goes on with the next, and nobody is to wait for this one.
+  which requests come. One that is refused uses up its number as well, if run and number can be
+  read: the client goes on with the next, and nobody is to wait for this one.
 - A repeated request gets the same answer: run and number name an operation.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import TypeVar
-
-import asyncio
 
 from fastapi import APIRouter, Request, Response
 from msgspec import Struct
 
-from marlaas.errors import InvalidRequest, NotFound, TooLarge, UnsupportedFeature
+from marlaas.errors import InvalidRequest, TooLarge, UnsupportedFeature
 from marlaas.loop.operations import (
     Body,
     LoadWeights,
+    OperationKind,
     OptimStep,
     SaveExternal,
     SaveForSampler,
@@ -43,7 +43,7 @@ from marlaas.types import (
     TenantId,
 )
 
-B = TypeVar("B", bound=Struct)
+B = TypeVar("B", bound=bodies.OperationBody)
 
 router = APIRouter(tags=["tinker: training"])
 
@@ -85,32 +85,34 @@ async def create_model(tenant: WithTenant, parts: WithParts, request: Request) -
     return answer({"request_id": request_id, "model_id": run_id})
 
 
-@router.post("/load_weights", openapi_extra=says(bodies.LoadWeightsBody))
+@router.post("/load_weights", openapi_extra=says(bodies.CreateFromBody))
 async def load_weights(tenant: WithTenant, parts: WithParts, request: Request) -> Response:
-    """Load a checkpoint into a run, or make a run from one."""
+    """Make a run from a checkpoint; or, with `model_id` and `seq_id` in place of `session_id` and
+    `model_seq_id`, load one into a run."""
     raw = await read_body(request)
-    body = read_json(raw, bodies.LoadWeightsBody)
-    if body.weights_access_token:
+    if _place_in(raw) is not None:
+        return await _submit(
+            parts, tenant, raw, OperationKind.LOAD_WEIGHTS, bodies.LoadIntoBody, _load
+        )
+    return await _create_from(parts, tenant, read_json(raw, bodies.CreateFromBody))
+
+
+def _load(body: bodies.LoadIntoBody) -> Body:
+    _refuse_token(body.weights_access_token)
+    return LoadWeights(path=body.path, with_optimizer=body.optimizer)
+
+
+def _refuse_token(token: str | None) -> None:
+    if token:
         raise UnsupportedFeature(
             "weights_access_token: other tenants' checkpoints are read once they are published; "
             "expected none"
         )
-    if body.model_id is not None:
-        return await _submit(parts, tenant, raw, bodies.LoadWeightsBody, _load)
-    return await _create_from(parts, tenant, body)
 
 
-def _load(body: bodies.LoadWeightsBody) -> Body:
-    return LoadWeights(path=body.path, with_optimizer=body.optimizer)
-
-
-async def _create_from(parts: Parts, tenant: TenantId, body: bodies.LoadWeightsBody) -> Response:
+async def _create_from(parts: Parts, tenant: TenantId, body: bodies.CreateFromBody) -> Response:
     """Make a run of a checkpoint's shape. Its id is what the client takes it to be."""
-    if body.session_id is None or body.model_seq_id is None:
-        raise InvalidRequest(
-            "expected model_id and seq_id, to load into a run, or session_id and model_seq_id, to "
-            "make one"
-        )
+    _refuse_token(body.weights_access_token)
     run_id = _run_id(body.session_id, body.model_seq_id)
     if body.base_model is not None:
         base_named(parts, body.base_model)
@@ -131,9 +133,7 @@ async def _create_from(parts: Parts, tenant: TenantId, body: bodies.LoadWeightsB
         optimizer=_optimizer(body.optimizer_config),
     )
     found: tuple[TenantId, Checkpoint] = (owner, source)
-    request_id = await parts.runs.create(
-        tenant, run, source=found, with_optimizer=body.optimizer
-    )
+    request_id = await parts.runs.create(tenant, run, source=found, with_optimizer=body.optimizer)
     return answer({"request_id": request_id, "model_id": run_id})
 
 
@@ -236,11 +236,9 @@ async def forward_backward(tenant: WithTenant, parts: WithParts, request: Reques
         del raw
         run_id, seq = asked.run_id, number("seq_id", asked.seq, 1, MAX_SEQ)
         try:
-            body = await asyncio.to_thread(
-                passes.read_pass, asked, max_context=parts.max_context
-            )
+            body = await asyncio.to_thread(passes.read_pass, asked, max_context=parts.max_context)
         except (InvalidRequest, TooLarge) as error:
-            await parts.runs.reject(tenant, run_id, seq, str(error))
+            await parts.runs.reject(tenant, run_id, seq, str(error), kind=asked.kind)
             raise
         request_id = await parts.runs.submit(tenant, run_id, seq, body)
     return answer({"request_id": request_id, "model_id": run_id})
@@ -254,7 +252,7 @@ def _parse(raw: bytes, encoding: str, limit: int) -> passes.PassRequest:
 async def optim_step(tenant: WithTenant, parts: WithParts, request: Request) -> Response:
     """Apply the accumulated gradient."""
     raw = await read_body(request)
-    return await _submit(parts, tenant, raw, bodies.OptimStepBody, _step)
+    return await _submit(parts, tenant, raw, OperationKind.OPTIM_STEP, bodies.OptimStepBody, _step)
 
 
 def _step(body: bodies.OptimStepBody) -> Body:
@@ -291,7 +289,9 @@ def _step(body: bodies.OptimStepBody) -> Body:
 async def save_weights(tenant: WithTenant, parts: WithParts, request: Request) -> Response:
     """Keep adapter and optimizer state under a name."""
     raw = await read_body(request)
-    return await _submit(parts, tenant, raw, bodies.SaveWeightsBody, _save)
+    return await _submit(
+        parts, tenant, raw, OperationKind.SAVE_WEIGHTS, bodies.SaveWeightsBody, _save
+    )
 
 
 def _save(body: bodies.SaveWeightsBody) -> Body:
@@ -309,7 +309,14 @@ async def save_weights_for_sampler(
 ) -> Response:
     """Keep the adapter to sample from, under a name or as a sampler of the session."""
     raw = await read_body(request)
-    return await _submit(parts, tenant, raw, bodies.SaveForSamplerBody, _save_for_sampler)
+    return await _submit(
+        parts,
+        tenant,
+        raw,
+        OperationKind.SAVE_FOR_SAMPLER,
+        bodies.SaveForSamplerBody,
+        _save_for_sampler,
+    )
 
 
 def _save_for_sampler(body: bodies.SaveForSamplerBody) -> Body:
@@ -327,12 +334,12 @@ def _save_for_sampler(body: bodies.SaveForSamplerBody) -> Body:
 
 
 @router.post("/save_weights_external", openapi_extra=says(bodies.SaveExternalBody))
-async def save_weights_external(
-    tenant: WithTenant, parts: WithParts, request: Request
-) -> Response:
+async def save_weights_external(tenant: WithTenant, parts: WithParts, request: Request) -> Response:
     """Keep the adapter to be downloaded, as a folder that PEFT loads."""
     raw = await read_body(request)
-    return await _submit(parts, tenant, raw, bodies.SaveExternalBody, _save_external)
+    return await _submit(
+        parts, tenant, raw, OperationKind.SAVE_EXTERNAL, bodies.SaveExternalBody, _save_external
+    )
 
 
 def _save_external(body: bodies.SaveExternalBody) -> Body:
@@ -364,25 +371,25 @@ async def _submit(
     parts: Parts,
     tenant: TenantId,
     raw: bytes,
-    kind: type[B],
-    read_body_of: Callable[[B], Body],
+    kind: OperationKind,
+    schema: type[B],
+    read_operation: Callable[[B], Body],
 ) -> Response:
     """Hand an operation to its run; one that is refused uses up its number."""
     try:
-        body = read_json(raw, kind)
-        operation = read_body_of(body)
+        body = read_json(raw, schema)
+        operation = read_operation(body)
     except InvalidRequest as error:
         place = _place_in(raw)
         if place is not None:
-            await parts.runs.reject(tenant, *place, str(error))
+            await parts.runs.reject(tenant, *place, str(error), kind=kind)
         raise
-    run_id = body.model_id
     seq = number("seq_id", body.seq_id, 1, MAX_SEQ)
-    request_id = await parts.runs.submit(tenant, run_id, seq, operation)
-    return answer({"request_id": request_id, "model_id": run_id})
+    request_id = await parts.runs.submit(tenant, body.model_id, seq, operation)
+    return answer({"request_id": request_id, "model_id": body.model_id})
 
 
-class _Place(Struct, frozen=True):
+class _Place(Struct):
     """What a refused request says of its place in a run, whatever else is wrong with it."""
 
     model_id: str
