@@ -200,7 +200,8 @@ async def test_what_is_published_may_be_read_and_nothing_else(tmp_path: Path) ->
         assert (status, info["lora_rank"], info["base_model"]) == (200, 8, "tiny")
         _, session = await birch("POST", "create_session", {"tags": []})
         status, copy = await birch("POST", "copy_weights", {
-            "source_path": path, "session_id": session["session_id"], "model_seq_id": 0})  # fmt: skip
+            "source_path": path, "session_id": session["session_id"], "model_seq_id": 0,
+        })  # fmt: skip
         assert status == 200 and copy["tinker_path"].endswith("/weights/first")
         status, made = await birch("POST", "load_weights", {
             "session_id": session["session_id"], "model_seq_id": 1, "path": path,
