@@ -109,6 +109,8 @@ class BatchGenerator:
             InvalidRequest: no tokens, ids outside the vocabulary, or scores that cannot be had.
             UnsupportedFeature: stop strings without a `decode_text`.
         """
+        if request.tokens.ndim != 1:
+            raise InvalidRequest(f"tokens have shape {request.tokens.shape}: expected (T,)")
         num_tokens = len(request.tokens)
         if num_tokens > self.max_context:
             raise CapacityExceeded(

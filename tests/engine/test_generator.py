@@ -412,6 +412,8 @@ def test_scores_that_cannot_be_had_are_refused(wrong, problem):
     generator = make(random_llama())
     with pytest.raises(InvalidRequest, match=problem):
         generator.submit(ask("r", prompt(4), **wrong))
+    with pytest.raises(InvalidRequest, match=r"shape \(4, 1\): expected \(T,\)"):
+        generator.submit(ask("r", prompt(4)[:, None]))
     assert not generator.has_work
 
 
