@@ -102,18 +102,21 @@ class Runs:
             (await self._open(tenant_id, run_id)).wake()
 
     async def close(self) -> None:
-        """Let what is at workers come to its end, and begin nothing more; what was accepted stays
-        in the store. Whoever waits is told to ask again."""
+        """Let what is at workers come to its end, take it off them, and begin nothing more; what
+        was accepted stays in the store. Whoever waits is told to ask again."""
         self._is_closing = True
         runners = list(self._runners.values())
         stopping = [asyncio.create_task(runner.stop()) for runner in runners]
         await asyncio.sleep(0)  # every runner is told before the store gives up
         self._store.give_up()
         await asyncio.gather(*stopping)
-        background = list(self._background)
-        for task in background:
-            task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
+        for runner in runners:
+            self._spawn(runner.policy.unload())
+        if self._background:
+            _, late = await asyncio.wait(self._background, timeout=self._settings.drain_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     # Verbs ----------------------------------------------------------------------------------
 
@@ -243,7 +246,7 @@ class Runs:
         """A tenant was deleted: nothing of its runs goes on."""
         for key, runner in list(self._runners.items()):
             if runner.tenant_id == tenant_id:
-                del self._runners[key]
+                self._runners.pop(key, None)
                 await runner.stop()
                 await runner.policy.unload()
 

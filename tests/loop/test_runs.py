@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from marlaas.loop.operations import (
     ForwardBackward,
     LoadWeights,
     OperationKind,
-    OptimStep,
     QueueState,
     Result,
     SaveForSampler,
@@ -32,9 +31,7 @@ from marlaas.loop.usage import UNLIMITED, Tenants
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.types import (
-    AdamParams,
     AdapterSpec,
-    Datum,
     JobSpec,
     Objective,
     Quotas,
@@ -42,12 +39,11 @@ from marlaas.types import (
     Session,
     Tenant,
 )
-from tests.fakes import ALPHABET, FakePolicy, FakeWorker, Speed, logprobs_of
+from tests.driving import STEP, datum, faulty, reference, train
+from tests.fakes import ALPHABET, FakePolicy, FakeWorker, Speed
 
 ACME, OTHER = "acme", "other"
-ADAM = AdamParams(lr=0.5)
 PLENTY_S = 1e5
-CROSS_ENTROPY = Objective(name="cross_entropy")
 
 
 @pytest.fixture(autouse=True)
@@ -55,31 +51,6 @@ def faults(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """No test passes in which a fault of the server was written to the log."""
     yield
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
-
-
-def datum(letters: str = "abc", weight: float = 1.0, **changes: object) -> Datum:
-    """Teach the fake policy to say what follows the first letter."""
-    tokens = np.frombuffer(letters.encode(), dtype=np.uint8).astype(np.int32)
-    weights = np.full(len(tokens), weight, dtype=np.float32)
-    weights[0] = 0
-    zeros = np.zeros(len(tokens), dtype=np.float32)
-    made = Datum(tokens=tokens, weights=weights, advantages=zeros, sampling_logprobs=zeros)
-    return replace(made, **changes)
-
-
-def train(*letters: str, **changes: object) -> ForwardBackward:
-    return ForwardBackward(
-        data=[datum(one) for one in letters or ("abc",)], objective=CROSS_ENTROPY, **changes
-    )
-
-
-def faulty() -> ForwardBackward:
-    return ForwardBackward(
-        data=[datum(advantages=np.zeros(7, np.float32))], objective=CROSS_ENTROPY
-    )
-
-
-STEP = OptimStep(adam=ADAM)
 
 
 @dataclass
@@ -177,23 +148,6 @@ async def serving(
 
 def virtually(main: Coroutine) -> None:
     runtime.run_virtual(main)
-
-
-def reference(batches: Sequence[Sequence[str]], lr: float = ADAM.lr) -> np.ndarray:
-    """Return the weights that training on batches, one step each, gives."""
-    logits = np.zeros(len(ALPHABET))
-    for batch in batches:
-        gradient = None
-        for letters in batch:
-            one = datum(letters)
-            trained = np.flatnonzero(one.weights)
-            counts = np.zeros(len(ALPHABET))
-            for token in one.tokens[trained].tolist():
-                counts[ALPHABET.tolist().index(token)] += 1.0
-            counts -= float(len(trained)) * np.exp(logprobs_of(logits))
-            gradient = counts if gradient is None else gradient + counts
-        logits = logits + lr * gradient
-    return logits
 
 
 def value(result: Result) -> object:
