@@ -30,8 +30,9 @@ from marlaas.engine.scheduler import Scheduler
 from marlaas.engine.sequence import LiveSequence
 from marlaas.engine.types import SequenceRequest, SequenceResult, Work
 from marlaas.errors import CapacityExceeded, InvalidRequest, UnsupportedFeature
+from marlaas.model.bank import Slot
 from marlaas.model.base import BaseModel
-from marlaas.model.lora import EXACT_MIN_ROWS, LoraBatch, Segment, Slot
+from marlaas.model.lora import EXACT_MIN_ROWS, LoraBatch, Segment
 from marlaas.model.prepack import padded_rows
 from marlaas.types import StopReason
 

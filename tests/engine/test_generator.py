@@ -14,8 +14,9 @@ from marlaas.engine.sampler import uniforms
 from marlaas.engine.types import SequenceRequest, SequenceResult
 from marlaas.errors import CapacityExceeded, InvalidRequest, UnsupportedFeature
 from marlaas.model.attention import PackedSequences
+from marlaas.model.bank import Slot
 from marlaas.model.base import BaseModel
-from marlaas.model.lora import LoraBatch, Segment, Slot
+from marlaas.model.lora import LoraBatch, Segment
 from marlaas.types import SamplingParams, StopReason
 from tests.models import ALL_KINDS, random_adapter, random_adapters, random_llama, random_qwen3
 
