@@ -7,6 +7,7 @@
     |-- Unauthorized          no key, an unknown one, or one that may not do this
     |   `-- Forbidden         the key is known; what it asks for is for another role
     |-- NotFound              no such thing, or another tenant's: the two look alike
+    |   `-- Expired           there was one, and its result is not kept: ask anew
     |-- Conflict              the thing exists in another state than the caller thinks
     |-- QuotaExceeded         over a limit of the tenant
     |-- CapacityExceeded      over a limit of the machine (KV tokens, slots)
@@ -67,6 +68,12 @@ class NotFound(MarlaasError):
     """No such object for this tenant."""
 
     code = "not_found"
+
+
+class Expired(NotFound):
+    """The result is not kept any more, or went with the process that held it: ask anew."""
+
+    code = "expired"
 
 
 class Conflict(MarlaasError):

@@ -27,7 +27,7 @@ from starlette.types import Message, Receive, Scope, Send
 from marlaas import runtime
 from marlaas.errors import NotFound
 from marlaas.loop.concurrency import to_its_end
-from marlaas.loop.serving import find_version
+from marlaas.loop.model_names import find_version
 from marlaas.loop.shelf import ServedVersion
 from marlaas.service.auth import WithCaller
 from marlaas.service.limits import check_archive
