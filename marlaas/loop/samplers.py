@@ -25,8 +25,9 @@ import numpy as np
 
 from marlaas import runtime
 from marlaas.errors import Expired, InvalidRequest, MarlaasError, NotFound, QuotaExceeded
-from marlaas.loop.operations import Category, QueueState, Waiting, category_of
-from marlaas.loop.serving import Extras, Serving
+from marlaas.loop.dispatch import Extras
+from marlaas.loop.operations import Category, Waiting, category_of
+from marlaas.loop.serving import Serving
 from marlaas.loop.shelf import ServedVersion
 from marlaas.store import codec
 from marlaas.store.async_store import AsyncStore
@@ -53,8 +54,6 @@ class SamplerSettings:
     """Results of one tenant that are kept; the oldest go first."""
     recheck_s: float = 10.0
     """How often a sampler's checkpoint is looked up again."""
-    max_samples: int = 256
-    """Samples of one request."""
     max_open: int = 2048
     """Samples of one tenant under way or waiting; more are refused for the moment."""
     retry_after_s: float = 1.0
@@ -233,7 +232,7 @@ class Samplers:
         if not 0 <= seq <= MAX_SEQ:
             raise InvalidRequest(f"seq_id = {seq}; expected 0 to {MAX_SEQ}")
         sampling = self._sampling(request)
-        self._serving.check(request.tokens, sampling, request.n, most=self._settings.max_samples)
+        self._serving.check_sample(request.tokens, sampling, request.n, request.extras)
         request_id = f"{_REQUEST}:{sampler_id}:{seq}"
         sequence_ids = [f"{request_id}:{index}" for index in range(request.n)]
         digest = blake2b(codec.encode(request), digest_size=16).digest()
@@ -270,7 +269,7 @@ class Samplers:
             raise AssertionError
         with suppress(TimeoutError):
             await asyncio.wait_for(held.done.wait(), timeout_s)
-        return held.outcome or self._why_waiting(tenant_id)
+        return held.outcome or self._serving.why_waiting(tenant_id)
 
     async def cancel(self, tenant_id: TenantId, request_id: str) -> None:
         """Give up a request that is not done; one that is done, or unknown, stays what it is."""
@@ -414,11 +413,6 @@ class Samplers:
             if held.finished_s > oldest_s and not is_over:
                 return
             _forget(results, held)
-
-    def _why_waiting(self, tenant_id: TenantId) -> Waiting:
-        reason = self._serving.why_waiting(tenant_id)
-        state = QueueState.PAUSED_CAPACITY if reason else QueueState.ACTIVE
-        return Waiting(queue_state=state, reason=reason)
 
     async def _raise_missing(self, tenant_id: TenantId, request_id: str) -> None:
         """Say of a request that is not here whether it may have been."""
