@@ -11,7 +11,7 @@ from tests.tinker.served import Tenant, add_tenant, new_run, start
 
 @pytest.fixture(scope="session")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    service = start(tmp_path_factory.mktemp("tinker"))
+    service = start(tmp_path_factory.mktemp("tinker"), "--exact")
     yield service
     assert service.stop() == 0
 

@@ -61,11 +61,11 @@ class Tenant:
 
 
 def start(folder: Path, *flags: str) -> Running:
-    """Start a service that also serves its base as `ALIAS`, exactly: neighbours change no bit."""
+    """Start a service, of one worker if no flag says else, that also serves its base as `ALIAS`."""
     settings = folder / "settings.yaml"
     settings.write_text(f"model_aliases: [{ALIAS}, {FOLDER}]\n")
     running = Running(folder)
-    running.start("--exact", "--config", str(settings), *flags)
+    running.start("--config", str(settings), *flags)
     return running
 
 

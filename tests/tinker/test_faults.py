@@ -39,7 +39,7 @@ LONG = types.SamplingParams(max_tokens=600, seed=5, stop=[])
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    service = start(tmp_path_factory.mktemp("faults"))
+    service = start(tmp_path_factory.mktemp("faults"), "--exact")
     yield service
     assert service.stop() == 0
 
@@ -53,10 +53,10 @@ def acme(running: Running) -> Iterator[Tenant]:
 
 def kill_and_start(running: Running) -> None:
     running.kill()
-    running.start(*FLAGS(running))
+    running.start(*flags(running))
 
 
-def FLAGS(running: Running) -> list[str]:
+def flags(running: Running) -> list[str]:
     return ["--exact", "--config", str(running.folder / "settings.yaml")]
 
 
@@ -160,6 +160,6 @@ def test_a_client_that_only_listens_outlives_a_restart(running: Running, acme: T
     before = sampler.compute_logprobs(prompt([5, 6, 7])).result(timeout=WAIT_S)
     expected = logprobs(run, SMALL)
     assert running.stop() == 0
-    running.start(*FLAGS(running))
+    running.start(*flags(running))
     assert sampler.compute_logprobs(prompt([5, 6, 7])).result(timeout=WAIT_S) == before
     assert all(np.array_equal(a, b) for a, b in zip(expected, logprobs(run, SMALL), strict=True))
