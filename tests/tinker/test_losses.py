@@ -52,9 +52,11 @@ def with_advantages(reference: Naive, seed: int, length: int, **more: Any) -> ty
     plain = datum(some_tokens(seed, length))
     with torch.no_grad():
         lp = reference.logprobs(plain).numpy()
+    away = rng.normal(0, 0.3, len(lp))
+    away[[0, -1]] = (2.0, -1.5)  # beyond the bounds of every loss
     return datum(
         some_tokens(seed, length),
-        logprobs=(lp + rng.normal(0, 0.3, len(lp))).astype(np.float32),
+        logprobs=(lp - away).astype(np.float32),
         advantages=rng.normal(0, 1, len(lp)).astype(np.float32),
         **more,
     )
