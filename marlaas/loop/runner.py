@@ -224,7 +224,7 @@ class Runner:
                 await self.policy.bring()
             except (WorkerLost, StoreUnavailable):
                 raise
-            except MarlaasError as error:
+            except Exception as error:
                 await self._fail(entry, error)
                 return
         task = asyncio.create_task(self._pass(entry.body))
@@ -264,11 +264,8 @@ class Runner:
             value = ops.pass_result(body, outcome.outputs)
         except WorkerLost:
             raise
-        except MarlaasError as error:
-            await self._fail(entry, error)
-            return
         except Exception as error:
-            await self._fail_by_fault(entry, error)
+            await self._fail(entry, error)
             return
         usage = Usage(trained_tokens=body.num_tokens, device_s=outcome.device_s)
         await self._store.call(
@@ -317,10 +314,8 @@ class Runner:
                 raise
         except (WorkerLost, StoreUnavailable):
             raise
-        except MarlaasError as error:
-            await self._fail(entry, error)
         except Exception as error:
-            await self._fail_by_fault(entry, error)
+            await self._fail(entry, error)
         else:
             self.journal.finish(entry, Result(kind=entry.kind, value=done.value))
             await done.settle()
@@ -357,8 +352,16 @@ class Runner:
             category=category,
         )
 
-    async def _fail(self, entry: Entry, error: MarlaasError) -> None:
-        """Make the error of an operation visible. A step clears the gradient all the same."""
+    async def _fail(self, entry: Entry, error: Exception) -> None:
+        """Make the error of an operation visible. A step clears the gradient all the same.
+
+        An error that nobody raised on purpose is our fault: it costs this operation, and what is on
+        the worker is made anew; other runs go on.
+        """
+        if not isinstance(error, MarlaasError):
+            logger.error("operation %d of run %s", entry.seq, self.run.run_id, exc_info=error)
+            self.policy.drop()
+            error = MarlaasError(f"a fault of the server: {type(error).__name__}")
         result = ops.failure(entry.kind, error)
         key = (self.tenant_id, self.run.run_id, entry.seq)
         if entry.kind is OperationKind.OPTIM_STEP:
@@ -376,13 +379,6 @@ class Runner:
             )
             self.journal.is_incomplete |= entry.kind is OperationKind.FORWARD_BACKWARD
         self.journal.finish(entry, result)
-
-    async def _fail_by_fault(self, entry: Entry, error: Exception) -> None:
-        """Something is wrong with us: it costs this operation, and what is on the worker is made
-        anew; other runs go on."""
-        logger.error("operation %d of run %s", entry.seq, self.run.run_id, exc_info=error)
-        self.policy.drop()
-        await self._fail(entry, MarlaasError(f"a fault of the server: {type(error).__name__}"))
 
     # Gaps -----------------------------------------------------------------------------------
 

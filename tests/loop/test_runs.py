@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from marlaas import runtime
-from marlaas.errors import Conflict, NotFound, QuotaExceeded
+from marlaas.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded
 from marlaas.loop.fairness import TokenCounts
 from marlaas.loop.operations import (
     Body,
@@ -34,13 +34,14 @@ from marlaas.types import (
     AdapterSpec,
     JobSpec,
     Objective,
+    PolicyId,
     Quotas,
     Run,
     Session,
     Tenant,
 )
 from tests.driving import STEP, datum, faulty, reference, train
-from tests.fakes import ALPHABET, FakePolicy, FakeWorker, Speed
+from tests.fakes import ALPHABET, FakePolicy, FakeWorker, SlowStore, Speed
 
 ACME, OTHER = "acme", "other"
 PLENTY_S = 1e5
@@ -127,16 +128,19 @@ async def serving(
     quotas: Quotas = UNLIMITED,
     settings: RunnerSettings | None = None,
     is_killed: bool = False,
+    make: type[FakeWorker] = FakeWorker,
+    store_s: float = 0.0,
     **worker: object,
 ) -> AsyncIterator[Server]:
     """Serve from a folder; `is_killed`: the process ends without a word."""
     store = Store(root)
-    fakes = [FakeWorker(f"worker-{i}", speed=speed or Speed(), **worker) for i in range(workers)]
+    fakes = [make(f"worker-{i}", speed=speed or Speed(), **worker) for i in range(workers)]
     tenants = Tenants({})
     tenants.change([Tenant(tenant_id=ACME, quotas=quotas)])
     placement = Placement(fakes, tenants.weights)
+    calls = SlowStore(store, call_s=store_s, seed=0) if store_s else None
     threadless = AsyncStore(store, is_threaded=False)
-    runs = Runs(placement, threadless, tenants=tenants, settings=settings)
+    runs = Runs(placement, calls or threadless, tenants=tenants, settings=settings)
     await runs.start()
     try:
         yield Server(store, fakes, runs, placement, tenants)
@@ -319,6 +323,63 @@ def test_an_unknown_request_and_another_tenants_look_alike(tmp_path: Path) -> No
             with pytest.raises(NotFound):
                 await server.runs.reject(OTHER, run, 1, "no")
             await server.do(run, train())
+
+    virtually(main())
+
+
+def test_a_run_that_no_base_can_have_fails_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    class StrictWorker(FakeWorker):
+        async def create(self, policy_id: PolicyId, spec: AdapterSpec) -> str:
+            raise InvalidRequest("rank = 8; expected less")
+
+    async def main() -> None:
+        async with serving(tmp_path, make=StrictWorker) as server:
+            run = await server.new()
+            results = await server.do(run, train(), STEP)
+            assert [result.category for result in results] == ["user", "user"]
+            assert "expected less" in results[0].error
+            await asyncio.sleep(1.0)
+            assert server.runs._runners == {} and server.placement._assigned == {}
+
+    virtually(main())
+
+
+def test_what_was_accepted_is_executed_though_its_client_left_meanwhile(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, store_s=0.1) as server:
+            run = await server.new()
+            sending = asyncio.create_task(server.runs.submit(ACME, run, 1, train("ab")))
+            await asyncio.sleep(0.01)
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            await done(server, await server.runs.submit(ACME, run, 2, STEP))
+            np.testing.assert_array_equal(server.weights(run), reference([["ab"]]))
+            assert runtime.now_s() < 30.0
+
+    virtually(main())
+
+
+def test_a_fault_of_ours_costs_one_operation_and_no_other_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class BrokenWorker(FakeWorker):
+        async def forward_backward(self, policy_id: PolicyId, data: Sequence, objective: Objective):
+            if len(data) == 3:
+                raise ZeroDivisionError
+            return await super().forward_backward(policy_id, data, objective)
+
+    async def main() -> None:
+        async with serving(tmp_path, make=BrokenWorker) as server:
+            run, other = await server.new(), await server.new(1)
+            results = await server.do(run, train("ab"), train("ab", "ab", "ab"), STEP)
+            assert [result.category for result in results] == ["", "server", "user"]
+            assert "ZeroDivisionError" in results[1].error
+            for made, letters in ((run, "abb"), (other, "ac")):
+                (_, step) = await server.do(made, train(letters), STEP)
+                assert step.error == ""
+            np.testing.assert_array_equal(server.weights(run), reference([["abb"]]))
+        caplog.clear()
 
     virtually(main())
 
