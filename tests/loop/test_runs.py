@@ -247,6 +247,35 @@ def test_a_refused_request_uses_its_number_up(tmp_path: Path) -> None:
     virtually(main())
 
 
+def test_a_refused_pass_spoils_the_step_behind_it_and_no_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as server:
+            run = await server.new()
+            await server.runs.reject(ACME, run, 3, "a bad datum")
+            await server.send(run, train("ab"), STEP)
+            server.numbers[run] = 3
+            results = await server.do(run, train("cc"), STEP, train("abb"), STEP)
+            assert (await done(server, f"op:{run}:2")).error == ""
+            assert [result.category for result in results] == ["", "user", "", ""]
+            np.testing.assert_array_equal(server.weights(run), reference([["ab"], ["abb"]]))
+
+    virtually(main())
+
+
+def test_a_worker_holds_one_version_of_a_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as server:
+            run = await server.new()
+            save = SaveForSampler(name="a")
+            await server.do(run, train("ab"), STEP, save, train("ab"), STEP, STEP, STEP)
+            await asyncio.sleep(1.0)
+            assert len(server.policy(run).live) == 0  # the newest one lives once it is saved
+            await server.do(run, replace(save, name="b"))
+            assert list(server.policy(run).live) == [4]
+
+    virtually(main())
+
+
 def test_a_refusal_ahead_of_its_turn_is_known_after_a_restart(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, is_killed=True) as server:
