@@ -10,6 +10,8 @@
 
 Both become an order (`loop/dispatch.py`).
 
+- Given tokens are sampled under a given version (`sample`) in the same way, without names and
+  texts, for clients that bring both (`loop/samplers.py`). Many more of them may be open.
 - Every completion competes like a group of a job: it waits for its tenant's turn on a worker, is
   charged an estimate in device seconds, and settled on what it took. So serving cannot starve
   training, nor training serving; of one tenant's work, serving counts as one job per worker.
@@ -21,7 +23,9 @@ Both become an order (`loop/dispatch.py`).
 """
 
 import asyncio
+import hashlib
 import itertools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
