@@ -392,7 +392,7 @@ def prompt_id_of(tenant_id: TenantId, version: ServedVersion | None, tokens: np.
     """Return what names a prompt of a tenant under a version; never the same for two tenants."""
     adapter = version.adapter_hash if version else ""
     digest = blake2b(f"{tenant_id}\x1f{adapter}\x1f".encode(), digest_size=16)
-    digest.update(np.ascontiguousarray(tokens).data)
+    digest.update(tokens.tobytes())
     return f"#prompt/{digest.hexdigest()}"
 
 

@@ -52,6 +52,11 @@ MAX_SAMPLE_ATTEMPTS = 4
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKENS = 256
+"""A decode step compares every row of its batch with as many as the longest list has."""
+
+MAX_COLUMNS = 256
+"""Tokens that may be asked for at each position; the engine has no more."""
 
 MAX_TOKEN_ID = 1 << 31
 """Ids travel in 32 bits; which ones the base has, the engine knows."""
@@ -132,13 +137,8 @@ class Serving:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The base's own."""
+        """What ends a reply of the base, where nobody says otherwise."""
         return tuple(self._tokenizer.stop_token_ids)
-
-    @property
-    def max_sampling(self) -> int:
-        """Samples that a tenant may have open."""
-        return self._settings.max_sampling
 
     # Text -----------------------------------------------------------------------------------
 
@@ -274,6 +274,8 @@ class Serving:
             InvalidRequest, UnsupportedFeature: see `sample`.
         """
         self._check(tokens, sampling, n, self._settings.max_sampling, is_sample=True)
+        if problems := list(extras_problems(extras, len(tokens))):
+            raise InvalidRequest(*problems)
         able = self._placement.stations[0].worker.generator.capabilities
         asks_prompt = extras.prompt_logprobs or extras.target_prompt_ids is not None
         if asks_prompt and not able.prompt_logprobs:
@@ -448,6 +450,27 @@ def sampling_problems(sampling: SamplingParams) -> Iterator[str]:
         yield f"seed = {sampling.seed}; expected 0 to 2^63 - 1"
     if len(sampling.stop_strings) > MAX_STOP_STRINGS:
         yield f"{len(sampling.stop_strings)} stop strings; expected at most {MAX_STOP_STRINGS}"
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
+        yield f"{len(sampling.stop_token_ids)} stop tokens; expected at most {MAX_STOP_TOKENS}"
+    if not all(0 <= token < MAX_TOKEN_ID for token in sampling.stop_token_ids):
+        yield f"stop tokens: expected ids, 0 to less than {MAX_TOKEN_ID}"
     lengths = [len(stop) for stop in sampling.stop_strings]
     if not all(1 <= length <= MAX_STOP_STRING_CHARS for length in lengths):
         yield f"stop strings of {lengths} characters; expected 1 to {MAX_STOP_STRING_CHARS}"
+
+
+def extras_problems(extras: Extras, num_tokens: int) -> Iterator[str]:
+    """Yield what is wrong with what is asked beside the sampled tokens."""
+    for name in ("topk_prompt_logprobs", "prompt_alt_tokens_k", "topk_sample_logprobs"):
+        if not 0 <= getattr(extras, name) <= MAX_COLUMNS:
+            yield f"{name} = {getattr(extras, name)}; expected 0 to {MAX_COLUMNS}"
+    if not 0 <= extras.prompt_logprobs_from <= num_tokens:
+        yield f"prompt_logprobs_from = {extras.prompt_logprobs_from}; expected 0 to {num_tokens}"
+    targets = extras.target_prompt_ids
+    if targets is None:
+        return
+    if targets.ndim != 2 or len(targets) != num_tokens or not 1 <= targets.shape[1] <= MAX_COLUMNS:
+        yield (
+            f"target_prompt_ids has shape {targets.shape}; expected ({num_tokens}, K) with K from "
+            f"1 to {MAX_COLUMNS}"
+        )
