@@ -177,7 +177,7 @@ def test_a_flood_of_served_adapters_changes_no_bit_of_seeded_jobs_and_mixes_up_n
                 training = asyncio.create_task(train(controller, store))
                 num_answers = await flood(serving, alone, training)
                 await training
-                num_loads = serving._shelves[worker.name].num_loads
+                num_loads = serving._dispatcher.shelves[worker.name].num_loads
             assert num_answers > NUM_ADAPTERS
             assert num_loads > 2 * NUM_ADAPTERS, "answers come from versions loaded for them"
             assert len({answer.adapter_hash for answer in alone}) == NUM_ADAPTERS

@@ -24,8 +24,9 @@ from typing import NamedTuple
 import numpy as np
 
 from marlaas.model.attention import AttentionBatch
+from marlaas.model.bank import Slot
 from marlaas.model.base import BaseModel
-from marlaas.model.lora import Segment, Slot
+from marlaas.model.lora import Segment
 from marlaas.model.prepack import padded_rows
 from marlaas.types import LOSS_INPUTS, Datum, Objective
 

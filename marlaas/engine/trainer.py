@@ -40,8 +40,8 @@ from marlaas.engine.packing import ChunkQueue, PackedPass, PassCost, Submission,
 from marlaas.engine.policy_state import PolicyState, load_snapshot, save_snapshot
 from marlaas.engine.types import Work
 from marlaas.errors import InvalidRequest
+from marlaas.model.bank import Slot, init_adapter
 from marlaas.model.base import BaseModel
-from marlaas.model.lora import Slot, init_adapter
 from marlaas.types import (
     RANK_BUCKETS,
     TARGET_GROUPS,

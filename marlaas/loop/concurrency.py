@@ -32,3 +32,41 @@ async def to_its_end(coroutine: Coroutine[object, object, T]) -> T:
         if not task.cancelled():
             task.exception()  # whoever was to hear of it has left
         raise
+
+
+class Bell:
+    """Those who wait for one thing to happen: `wait`* -> `ring`, any number of times.
+
+    Whoever waits looks again afterwards: a bell says that something happened, not what.
+    """
+
+    __slots__ = ("_waiters",)
+
+    def __init__(self) -> None:
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def __bool__(self) -> bool:
+        """Return whether anybody waits."""
+        return bool(self._waiters)
+
+    def ring(self) -> None:
+        waiters, self._waiters = self._waiters, set()
+        for waiter in waiters:
+            _wake(waiter)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return when the bell rings, or after so long."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiters.add(waiter)
+        timer = loop.call_later(timeout_s, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiters.discard(waiter)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -297,13 +297,25 @@ class WorkerLoad:
         self.num_reserved = 0
         """Sequences of groups that were admitted and have not come to their first turn yet."""
         self.kv_tokens = 0
+        self.num_kept = 0
+        """Places that are kept for who has nothing here, and memory in proportion; see `Lanes`."""
 
     @property
     def has_room(self) -> bool:
         """True while another group would find a place soon."""
-        num_sequences = self.num_sampling + self.num_reserved
-        has_place = num_sequences < self.max_decoding and self.kv_tokens < self.kv_capacity_tokens
-        return has_place or num_sequences == 0
+        return self._has_place(self.num_kept) or self.num_sampling + self.num_reserved == 0
+
+    @property
+    def has_kept_place(self) -> bool:
+        """True while there is a place, kept or not."""
+        return self._has_place(0)
+
+    def _has_place(self, num_kept: int) -> bool:
+        most = self.max_decoding - num_kept
+        return (
+            self.num_sampling + self.num_reserved < most
+            and self.kv_tokens * self.max_decoding < self.kv_capacity_tokens * most
+        )
 
     @contextmanager
     def sampling(self, kv_tokens: int, on_leave: Callable[[], None]) -> Iterator[None]:

@@ -1,43 +1,62 @@
 """Samplers of clients: each samples from the base or from one checkpoint, request by request.
 
-    create ─► submit (seq) ─► waits, is sampled ─► done ─► read, any number of times ─► forgotten
+    create ─► submit (seq) ─► waits, is sampled ─► done ─► read, any number of times ─► dropped
                  │ the same again                    └──► told to whoever follows the sampler
                  └──► the same request id
 
 - A request is known by (sampler, seq): the same again is the same request, whether it waits, is
   sampled or done. It belongs to the server: a client that goes away and comes back finds it.
-- Results live in memory: for an hour, and while a tenant's take no more than their share; what was
-  acknowledged goes first. After that, and after a restart, asking raises `Expired`, and a client
-  sends the request anew under another number. Nothing of a tenant changes by being sampled twice.
+- Results live in memory (`loop/results.py`): for an hour, within a tenant's room. After that, and
+  after a restart, asking raises `Expired`, and a client sends the request anew under another
+  number. Nothing of a tenant changes by being sampled twice.
 - A sampler names its checkpoint by path, which its owner may delete or stop publishing: that is
-  looked at again every few seconds, and says to the store that the checkpoint is in use.
-- Nobody polls: whoever waits for a request, or follows a sampler, is woken when one is done.
+  looked at again every few seconds. What is sampled from counts as used, named or not, and whether
+  its session is heard of or not.
+- A request that waits is a record, not a task; whoever waits for it, or follows its sampler, is
+  woken when it is done.
+- A follower whose cursor is of an earlier process is told that what may have been under way then is
+  over, for it would wait for ever: it asks, finds it expired, and sends it anew.
 """
 
 import asyncio
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 
 import numpy as np
 
 from marlaas import runtime
 from marlaas.errors import Expired, InvalidRequest, MarlaasError, NotFound, QuotaExceeded
-from marlaas.loop.operations import Category, QueueState, Waiting, category_of
-from marlaas.loop.serving import Extras, Serving
+from marlaas.loop.dispatch import NO_EXTRAS, Extras, Order
+from marlaas.loop.operations import Category, Waiting, category_of
+from marlaas.loop.results import FeedKey, Held, Results
+from marlaas.loop.serving import Serving
 from marlaas.loop.shelf import ServedVersion
 from marlaas.store import codec
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.types import Completion, Sampler, SamplingParams, TenantId
 
+logger = logging.getLogger(__name__)
+
 CLONE = 10**9
 """Requests of clone `c` of a sampler have the numbers from `c` times this on."""
 
 MAX_SEQ = (1 << 63) - 1
 MAX_SEQ_DIGITS = 19
+
+MAX_KNOWN = 4096
+"""Samplers whose version is remembered, the last used ones; others are looked up again."""
+
+TOUCH_S = 300.0
+"""How often it is noted that a sampler and its checkpoint are used; unnamed checkpoints are kept
+for an hour after that."""
+
+MAX_LOST = 2048
+"""Requests on either side of where a client stood that an earlier process may have had."""
 
 _REQUEST = "smp"
 """Begins the request ids of samples."""
@@ -49,16 +68,12 @@ class SamplerSettings:
 
     kept_s: float = 3600.0
     """How long a result can be read."""
-    kept_bytes: int = 256 << 20
-    """Results of one tenant that are kept; the oldest go first."""
-    recheck_s: float = 10.0
-    """How often a sampler's checkpoint is looked up again."""
-    max_samples: int = 256
-    """Samples of one request."""
-    max_open: int = 2048
-    """Samples of one tenant under way or waiting; more are refused for the moment."""
+    kept_bytes: int = 128 << 20
+    """Room of one tenant: results that are kept, and what open requests may bring."""
+    recheck_s: float = 2.0
+    """How often a sampler's checkpoint is looked up again while it is sampled from."""
     retry_after_s: float = 1.0
-    """What a tenant with too many is told to wait."""
+    """What a tenant is told to wait whose room is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +93,7 @@ class SampleRequest:
     stop_token_ids: tuple[int, ...] | None = None
     """None: the base's own."""
     stop_strings: tuple[str, ...] = ()
-    extras: Extras = field(default_factory=Extras)
+    extras: Extras = field(default_factory=lambda: NO_EXTRAS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +101,8 @@ class SampleResult:
     """What was sampled, in order; of the context, the first completion says what was asked."""
 
     completions: Sequence[Completion]
+    seed: int = 0
+    """Also where chance chose it: with it the same is sampled again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +111,9 @@ class SampleFailure:
 
     error: str
     category: Category
+
+
+Outcome = SampleResult | SampleFailure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,48 +126,15 @@ class Notification:
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
-    """One request between its arrival and the end of its result."""
-
-    request_id: str
-    digest: bytes
-    n: int
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
-    outcome: SampleResult | SampleFailure | None = None
-    num_bytes: int = 0
-    finished_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Results:
-    """One tenant's requests, oldest first."""
-
-    by_id: OrderedDict[str, _Request] = field(default_factory=OrderedDict)
-    num_bytes: int = 0
-    num_open: int = 0
-    """Samples that are not done."""
-
-
-@dataclass(slots=True, eq=False)
-class _Feed:
-    """What came to its end of one clone of a sampler, numbered from 1."""
-
-    entries: deque[Notification] = field(default_factory=deque)
-    num_told: int = 0
-    """Number of the newest entry."""
-    grown: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set, and replaced, with every entry."""
-
-
-@dataclass(slots=True, eq=False)
 class _Known:
-    """A sampler as it was when its checkpoint was looked up last."""
+    """A sampler as it was when it was looked up last."""
 
+    sampler: Sampler
     version: ServedVersion | None
+    expires_s: float | None
+    """When its checkpoint will, on the wall clock."""
     checked_s: float
-    num_joined: int
-    """Clones that have joined so far; the next one gets the number behind it."""
+    touched_s: float
 
 
 class Samplers:
@@ -166,9 +153,17 @@ class Samplers:
         self._serving = serving
         self._store = store
         self._settings = settings or SamplerSettings()
-        self._tenants: dict[TenantId, _Results] = {}
-        self._known: dict[tuple[TenantId, str], _Known] = {}
-        self._feeds: dict[tuple[TenantId, str, int], _Feed] = {}
+        self._results: Results[Outcome] = Results(
+            kept_s=self._settings.kept_s,
+            max_bytes=self._settings.kept_bytes,
+            retry_after_s=self._settings.retry_after_s,
+        )
+        self._orders: dict[Held[Outcome], Order] = {}
+        """Of open requests."""
+        self._known: OrderedDict[tuple[TenantId, str], _Known] = OrderedDict()
+        self._checks: dict[tuple[TenantId, str], asyncio.Task[_Known]] = {}
+        """Samplers that are being looked up."""
+        self._is_closing = False
 
     # Samplers -------------------------------------------------------------------------------
 
@@ -195,28 +190,14 @@ class Samplers:
         return (await self._store.call(Store.add_sampler, tenant_id, sampler)).sampler_id
 
     async def join(self, tenant_id: TenantId, sampler_id: str) -> int:
-        """Return a clone number that no other client of this sampler has been given.
+        """Return a clone number that no other client of this sampler has: by chance, like those
+        that clients draw themselves, so that no process has to remember which were given.
 
         Raises:
             NotFound: this tenant has no such sampler.
         """
-        known = await self._find(tenant_id, sampler_id)
-        known.num_joined += 1
-        return known.num_joined
-
-    async def _find(self, tenant_id: TenantId, sampler_id: str) -> _Known:
-        key, now_s = (tenant_id, sampler_id), runtime.now_s()
-        known = self._known.get(key)
-        if known is not None and now_s - known.checked_s < self._settings.recheck_s:
-            return known
-        version = await self._store.call(_version_of, tenant_id, sampler_id)
-        if known is None:
-            # Beyond what clients draw by themselves, and beyond an earlier process's numbers.
-            known = self._known.setdefault(
-                key, _Known(version, now_s, CLONE + int(runtime.wall_time_s()))
-            )
-        known.version, known.checked_s = version, now_s
-        return known
+        await self._own(tenant_id, sampler_id)
+        return 1 + _chance() % (CLONE - 1)
 
     # Requests -------------------------------------------------------------------------------
 
@@ -228,203 +209,219 @@ class Samplers:
         Raises:
             NotFound: this tenant has no such sampler, or its checkpoint is gone.
             InvalidRequest: faulty settings, or the number stands for another request.
-            QuotaExceeded: too many samples are under way.
+            QuotaExceeded: too many samples are under way, or results wait to be fetched.
         """
         if not 0 <= seq <= MAX_SEQ:
             raise InvalidRequest(f"seq_id = {seq}; expected 0 to {MAX_SEQ}")
         sampling = self._sampling(request)
-        self._serving.check(request.tokens, sampling, request.n, most=self._settings.max_samples)
+        self._serving.check_sample(request.tokens, sampling, request.n, request.extras)
         request_id = f"{_REQUEST}:{sampler_id}:{seq}"
-        sequence_ids = [f"{request_id}:{index}" for index in range(request.n)]
         digest = blake2b(codec.encode(request), digest_size=16).digest()
-        version = (await self._find(tenant_id, sampler_id)).version
-        results = self._tenants.setdefault(tenant_id, _Results())
-        before = results.by_id.get(request_id)
-        if before is not None:
-            if before.digest != digest:
-                raise InvalidRequest(
-                    f"seq_id = {seq} stands for another request of {sampler_id}; expected a new "
-                    "number for a new request"
+        if not self._is_same(tenant_id, request_id, digest):
+            known = await self._find(tenant_id, sampler_id)
+            await self._serving.prepare(tenant_id)
+            # Meanwhile the same request may have come another time. From here on nothing waits.
+            if not self._is_same(tenant_id, request_id, digest):
+                feed_key: FeedKey = (tenant_id, sampler_id, seq // CLONE)
+                held = self._results.open(
+                    feed_key,
+                    seq % CLONE,
+                    request_id,
+                    digest,
+                    num_bytes=_most_bytes(request, sampling),
                 )
-            return request_id, sequence_ids
-        self._check_room(results, request.n)
-        held = results.by_id[request_id] = _Request(request_id, digest, request.n)
-        results.num_open += request.n
-        work = self._run(tenant_id, sampler_id, seq, held, request, sampling, version)
-        held.task = asyncio.create_task(work, name=request_id)
-        return request_id, sequence_ids
+                self._start(held, known.version, request, sampling)
+        return request_id, [f"{request_id}:{index}" for index in range(request.n)]
 
     async def wait(
         self, tenant_id: TenantId, request_id: str, timeout_s: float
-    ) -> SampleResult | SampleFailure | Waiting:
+    ) -> Outcome | Waiting:
         """Return what came of a request, or `Waiting` when it takes longer.
 
         Raises:
             Expired: its result is not kept any more.
             NotFound: this tenant has no such request.
         """
-        results = self._tenants.get(tenant_id)
-        held = results.by_id.get(request_id) if results else None
+        held = self._results.find(tenant_id, request_id)
         if held is None:
-            await self._raise_missing(tenant_id, request_id)
-            raise AssertionError
-        with suppress(TimeoutError):
-            await asyncio.wait_for(held.done.wait(), timeout_s)
-        return held.outcome or self._why_waiting(tenant_id)
+            await self._own(tenant_id, _sampler_of(request_id))
+            raise Expired(f"the result of {request_id} is not kept any more: send the request anew")
+        outcome = await self._results.outcome(held, timeout_s)
+        return outcome or self._serving.why_waiting(tenant_id)
 
     async def cancel(self, tenant_id: TenantId, request_id: str) -> None:
         """Give up a request that is not done; one that is done, or unknown, stays what it is."""
-        results = self._tenants.get(tenant_id)
-        held = results.by_id.get(request_id) if results else None
-        if held is not None and held.task is not None:
-            held.task.cancel()
+        held = self._results.find(tenant_id, request_id)
+        if held is not None and held in self._orders:
+            self._serving.cancel(self._orders[held])
 
     async def completions_since(
         self, tenant_id: TenantId, sampler_id: str, clone: int, cursor: int, timeout_s: float
     ) -> tuple[list[Notification], int]:
         """Return which requests of a clone came to their end behind `cursor`, and the new cursor;
-        wait for one if there is none.
+        wait for one if there is none. 0 is the cursor of whoever begins.
 
         Raises:
             NotFound: this tenant has no such sampler.
         """
-        await self._find(tenant_id, sampler_id)
-        feed = self._feeds.setdefault((tenant_id, sampler_id, clone), _Feed())
-        # A cursor of an earlier process says nothing about this one's numbers.
-        cursor = min(cursor, feed.num_told)
-        if feed.num_told == cursor and timeout_s > 0:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(feed.grown.wait(), timeout_s)
-        first = feed.num_told - len(feed.entries)
-        behind = list(feed.entries)[max(0, cursor - first) :]
-        return behind, feed.num_told
+        sampler = await self._own(tenant_id, sampler_id)
+        lost: list[Notification] = []
+        if self._results.is_earlier(cursor) and sampler.created_s < self._results.began_s:
+            lost = self._lost(tenant_id, sampler_id, clone, self._results.num_told(cursor))
+        events, cursor = await self._results.events(
+            (tenant_id, sampler_id, clone), cursor, 0 if lost else timeout_s
+        )
+        ended = [
+            Notification(
+                request_id=held.request_id, is_failed=held.is_failed, num_bytes=held.num_bytes
+            )
+            for held in events
+        ]
+        return lost + ended, cursor
 
     def acknowledge(self, tenant_id: TenantId, request_ids: Iterable[str]) -> None:
         """The client has these results: they need not be kept."""
-        results = self._tenants.get(tenant_id)
         for request_id in request_ids:
-            held = results.by_id.get(request_id) if results else None
-            if results is not None and held is not None and held.outcome is not None:
-                _forget(results, held)
+            held = self._results.find(tenant_id, request_id)
+            if held is not None and not held.is_open:
+                self._results.drop(held)
 
     async def close(self) -> None:
         """End what is under way; clients send it anew when there is a server again."""
-        tasks = [task for task in self._tasks() if not task.done()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._is_closing = True
+        orders = list(self._orders.values())
+        for order in orders:
+            self._serving.cancel(order)
+        if orders:
+            await asyncio.wait([order.result for order in orders])
+        checks = list(self._checks.values())
+        for check in checks:
+            check.cancel()
+        await asyncio.gather(*checks, return_exceptions=True)
+        self._results.close()
 
-    def _tasks(self) -> Iterator[asyncio.Task[None]]:
-        for results in self._tenants.values():
-            for held in results.by_id.values():
-                if held.task is not None:
-                    yield held.task
+    # What is sampled ------------------------------------------------------------------------
 
-    # ----------------------------------------------------------------------------------------
+    def _is_same(self, tenant_id: TenantId, request_id: str, digest: bytes) -> bool:
+        """Return whether a request was taken before.
 
-    def _check_room(self, results: _Results, n: int) -> None:
-        most = self._settings.max_open
-        if results.num_open + n > most:
-            raise QuotaExceeded(
-                f"{results.num_open} samples are under way or waiting; expected at most {most} "
-                f"together with the {n} new ones",
-                self._settings.retry_after_s,
+        Raises:
+            InvalidRequest: its number stands for another one.
+        """
+        held = self._results.find(tenant_id, request_id)
+        if held is not None and held.digest != digest:
+            raise InvalidRequest(
+                f"{request_id} stands for another request; expected a new seq_id with a new request"
             )
+        return held is not None
 
     def _sampling(self, request: SampleRequest) -> SamplingParams:
-        left = self._serving.max_context - len(request.tokens)
+        room = self._serving.max_context - len(request.tokens)
         stops = request.stop_token_ids
-        if request.max_tokens is not None and len(request.tokens) and request.max_tokens > left > 0:
-            raise InvalidRequest(
-                f"a prompt of {len(request.tokens)} tokens and max_tokens = {request.max_tokens} "
-                f"do not fit a context of {self._serving.max_context}; expected at most {left}"
-            )
         return SamplingParams(
-            max_tokens=max(1, left) if request.max_tokens is None else request.max_tokens,
+            max_tokens=max(1, room) if request.max_tokens is None else request.max_tokens,
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
             stop_token_ids=self._serving.stop_token_ids if stops is None else stops,
             stop_strings=request.stop_strings,
-            seed=0 if request.seed is None else request.seed,
+            seed=_chance() if request.seed is None else request.seed,
         )
 
-    async def _run(
+    def _start(
         self,
-        tenant_id: TenantId,
-        sampler_id: str,
-        seq: int,
-        held: _Request,
+        held: Held[Outcome],
+        version: ServedVersion | None,
         request: SampleRequest,
         sampling: SamplingParams,
-        version: ServedVersion | None,
     ) -> None:
-        """Sample a request and keep what comes of it."""
-        if request.seed is None:
-            seed = int.from_bytes(runtime.unguessable_bytes(8), "little") & MAX_SEQ
-            sampling = replace(sampling, seed=seed)
-        outcome: SampleResult | SampleFailure = SampleFailure(
-            error="something of ours broke; the server's log says what", category=Category.SERVER
-        )
         try:
-            completions = await self._serving.sample(
-                tenant_id, version, request.tokens, sampling, request.n, extras=request.extras
+            order = self._serving.start(
+                held.tenant_id, version, request.tokens, sampling, request.n, request.extras
             )
-            outcome = SampleResult(completions=completions)
-            held.num_bytes = sum(_num_bytes(one) for one in completions)
-        except asyncio.CancelledError:
-            outcome = SampleFailure(error="the request was cancelled", category=Category.USER)
-        except MarlaasError as error:
-            outcome = SampleFailure(error=str(error), category=category_of(error))
-        finally:
-            self._finish(tenant_id, sampler_id, seq, held, outcome)
+        except QuotaExceeded:
+            self._results.forget(held)
+            raise
+        self._orders[held] = order
+        order.result.add_done_callback(partial(self._note_end, held))
 
-    def _finish(
-        self,
-        tenant_id: TenantId,
-        sampler_id: str,
-        seq: int,
-        held: _Request,
-        outcome: SampleResult | SampleFailure,
-    ) -> None:
-        held.outcome, held.task, held.finished_s = outcome, None, runtime.now_s()
-        held.done.set()
-        results = self._tenants[tenant_id]
-        results.num_open -= held.n
-        results.num_bytes += held.num_bytes
-        self._drop_old(results)
-        feed = self._feeds.setdefault((tenant_id, sampler_id, seq // CLONE), _Feed())
-        feed.num_told += 1
-        is_failed = isinstance(outcome, SampleFailure)
-        feed.entries.append(
-            Notification(request_id=held.request_id, is_failed=is_failed, num_bytes=held.num_bytes)
+    def _note_end(self, held: Held[Outcome], result: asyncio.Future[list[Completion]]) -> None:
+        """An order is over: keep what came of it."""
+        order = self._orders.pop(held)
+        error = None if result.cancelled() else result.exception()
+        if self._is_closing:
+            self._results.drop(held)
+        elif result.cancelled():
+            self._fail(held, "the request was cancelled", Category.USER)
+        elif isinstance(error, MarlaasError):
+            self._fail(held, str(error), category_of(error))
+        elif error is not None:
+            logger.error("%s came to nothing", held.request_id, exc_info=error)
+            self._fail(held, "something of ours broke; the log says what", Category.SERVER)
+        else:
+            completions = result.result()
+            outcome = SampleResult(completions=completions, seed=order.sampling.seed)
+            num_bytes = sum(map(_num_bytes, completions))
+            self._results.finish(held, outcome, num_bytes=num_bytes, is_failed=False)
+
+    def _fail(self, held: Held[Outcome], error: str, category: Category) -> None:
+        outcome = SampleFailure(error=error, category=category)
+        self._results.finish(held, outcome, num_bytes=len(error), is_failed=True)
+
+    def _lost(
+        self, tenant_id: TenantId, sampler_id: str, clone: int, num_told: int
+    ) -> list[Notification]:
+        """Return that what an earlier process may have had of a clone is over."""
+        first, last = max(0, num_told - MAX_LOST), min(CLONE, num_told + MAX_LOST)
+        ids = [f"{_REQUEST}:{sampler_id}:{clone * CLONE + seq}" for seq in range(first, last)]
+        return [
+            Notification(request_id=request_id, is_failed=True, num_bytes=0)
+            for request_id in ids
+            if self._results.find(tenant_id, request_id) is None
+        ]
+
+    # What it is sampled from ----------------------------------------------------------------
+
+    async def _find(self, tenant_id: TenantId, sampler_id: str) -> _Known:
+        """Return a sampler whose checkpoint was there just now.
+
+        Raises:
+            NotFound: this tenant has no such sampler, or its checkpoint is gone.
+        """
+        key, now_s = (tenant_id, sampler_id), runtime.now_s()
+        known = self._known.get(key)
+        if known is None or known.checked_s + self._settings.recheck_s <= now_s:
+            if key not in self._checks:
+                self._checks[key] = asyncio.create_task(self._check(key, known))
+                self._checks[key].add_done_callback(lambda _: self._checks.pop(key))
+            known = await asyncio.shield(self._checks[key])
+        if known.expires_s is not None and known.expires_s <= runtime.wall_time_s():
+            raise _gone(known.sampler)
+        return known
+
+    async def _check(self, key: tuple[TenantId, str], known: _Known | None) -> _Known:
+        """Look a sampler and its checkpoint up, and note now and then that they are used."""
+        now_s = runtime.now_s()
+        touched_s = known.touched_s if known else -TOUCH_S
+        is_touching = touched_s + TOUCH_S <= now_s
+        found = await self._store.call(_look_up, *key, is_touching=is_touching)
+        found.checked_s, found.touched_s = now_s, now_s if is_touching else touched_s
+        self._known[key] = found
+        self._known.move_to_end(key)
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        return found
+
+    async def _own(self, tenant_id: TenantId, sampler_id: str) -> Sampler:
+        """Return a sampler of a tenant, whatever became of its checkpoint.
+
+        Raises:
+            NotFound: this tenant has no such sampler.
+        """
+        known = self._known.get((tenant_id, sampler_id))
+        return (
+            known.sampler if known else await self._store.call(Store.sampler, tenant_id, sampler_id)
         )
-        while len(feed.entries) > 2 * len(results.by_id) + 16:
-            feed.entries.popleft()
-        feed.grown.set()
-        feed.grown = asyncio.Event()
-
-    def _drop_old(self, results: _Results) -> None:
-        """Forget results that are too old, or too many."""
-        oldest_s = runtime.now_s() - self._settings.kept_s
-        for held in list(results.by_id.values()):
-            is_over = results.num_bytes > self._settings.kept_bytes
-            if held.outcome is None:
-                continue
-            if held.finished_s > oldest_s and not is_over:
-                return
-            _forget(results, held)
-
-    def _why_waiting(self, tenant_id: TenantId) -> Waiting:
-        reason = self._serving.why_waiting(tenant_id)
-        state = QueueState.PAUSED_CAPACITY if reason else QueueState.ACTIVE
-        return Waiting(queue_state=state, reason=reason)
-
-    async def _raise_missing(self, tenant_id: TenantId, request_id: str) -> None:
-        """Say of a request that is not here whether it may have been."""
-        sampler_id = _sampler_of(request_id)
-        await self._store.call(Store.sampler, tenant_id, sampler_id)  # NotFound unless theirs
-        raise Expired(f"the result of {request_id} is not kept any more; send the request anew")
 
 
 def is_sample(request_id: str) -> bool:
@@ -433,21 +430,33 @@ def is_sample(request_id: str) -> bool:
 
 
 def _sampler_of(request_id: str) -> str:
+    """Return the sampler that a request id names, or would if there were one.
+
+    Raises:
+        NotFound: no request has such an id.
+    """
     head, _, number = request_id.rpartition(":")
     prefix, _, sampler_id = head.partition(":")
     is_number = number.isascii() and number.isdigit() and len(number) <= MAX_SEQ_DIGITS
-    if prefix != _REQUEST or not sampler_id or not is_number:
+    if prefix != _REQUEST or not sampler_id or not is_number or str(int(number)) != number:
         raise NotFound(f"no request {request_id!r}")
     return sampler_id
 
 
-def _version_of(store: Store, tenant_id: TenantId, sampler_id: str) -> ServedVersion | None:
-    """Return what a sampler samples from, and note that it does."""
-    sampler = store.use_sampler(tenant_id, sampler_id)
+def _look_up(store: Store, tenant_id: TenantId, sampler_id: str, *, is_touching: bool) -> _Known:
+    """Return a sampler with what it samples from; note that both are used, if that is due.
+
+    Raises:
+        NotFound: this tenant has no such sampler, or its checkpoint is gone.
+    """
+    sampler = (store.use_sampler if is_touching else store.sampler)(tenant_id, sampler_id)
     if sampler.checkpoint_path is None:
-        return None
-    owner, checkpoint = store.use_checkpoint(tenant_id, sampler.checkpoint_path)
-    return ServedVersion(
+        return _Known(sampler, None, None, 0.0, 0.0)
+    try:
+        owner, checkpoint = store.find_checkpoint(tenant_id, sampler.checkpoint_path)
+    except NotFound:
+        raise _gone(sampler) from None
+    version = ServedVersion(
         tenant_id=owner,
         job=checkpoint.run_id,
         version=checkpoint.version,
@@ -455,14 +464,56 @@ def _version_of(store: Store, tenant_id: TenantId, sampler_id: str) -> ServedVer
         folder=str(checkpoint.folder / "adapter"),
         num_bytes=checkpoint.size_bytes,
     )
+    return _Known(sampler, version, checkpoint.expires_s, 0.0, 0.0)
 
 
-def _forget(results: _Results, held: _Request) -> None:
-    results.num_bytes -= held.num_bytes
-    del results.by_id[held.request_id]
+def _gone(sampler: Sampler) -> NotFound:
+    return NotFound(
+        f"{sampler.checkpoint_path}, which sampler {sampler.sampler_id} samples from, is not there "
+        "any more: it was deleted, has expired, or is not published now"
+    )
+
+
+def _chance() -> int:
+    return int.from_bytes(runtime.unguessable_bytes(8), "little") & MAX_SEQ
+
+
+_CELL_BYTES = 4
+_TOKEN_BYTES = 3 * _CELL_BYTES
+"""Of one sampled token: id, logprob, version."""
+
+_COMPLETION_BYTES = 700
+"""Of a completion's record and the headers of its arrays."""
+
+
+def _most_bytes(request: SampleRequest, sampling: SamplingParams) -> int:
+    """Return what the result of a request takes at most, roughly."""
+    extras, num_tokens = request.extras, len(request.tokens)
+    targets = extras.target_prompt_ids
+    per_token = _TOKEN_BYTES + 2 * _CELL_BYTES * extras.topk_sample_logprobs
+    per_prompt_token = _CELL_BYTES * (
+        extras.prompt_logprobs
+        + 2 * extras.topk_prompt_logprobs
+        + 2 * extras.prompt_alt_tokens_k
+        + (0 if targets is None else targets.shape[1])
+    )
+    most = request.n * (_COMPLETION_BYTES + sampling.max_tokens * per_token)
+    return most + num_tokens * per_prompt_token
 
 
 def _num_bytes(completion: Completion) -> int:
-    """Return what a completion takes in memory, roughly."""
-    arrays = (getattr(completion, name) for name in Completion.__slots__)
-    return 500 + sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+    """Return what a completion takes, roughly."""
+    arrays = (
+        completion.tokens,
+        completion.logprobs,
+        completion.versions,
+        completion.prompt_logprobs,
+        completion.topk_prompt_ids,
+        completion.topk_prompt_logprobs,
+        completion.target_prompt_logprobs,
+        completion.prompt_alt_ids,
+        completion.prompt_alt_logprobs,
+        completion.topk_sample_ids,
+        completion.topk_sample_logprobs,
+    )
+    return _COMPLETION_BYTES + sum(array.nbytes for array in arrays if array is not None)

@@ -6,8 +6,9 @@
 
 - Every load gets a policy id of its own, which no job can have: a version that is trained, judged
   and served at the same time is three things to the worker, and none can end another.
-- A version in use stays. There are at most `max_loaded`, of `max_bytes` in all; whoever needs one
-  more waits for an idle one, without holding up those whose version is there.
+- A version in use stays. There are at most `max_loaded`, of `max_bytes` in all as far as sizes are
+  known; whoever needs one more waits for an idle one, without holding up those whose version is
+  there.
 - What was lost with a worker is loaded again when it is asked for.
 """
 
@@ -26,16 +27,19 @@ from marlaas.types import PolicyId, TenantId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedVersion:
-    """A kept version of a job. The hash tells it from one of a later job of the same name."""
+    """A kept version of a job, or a checkpoint of a run. The hash tells it from one of a later job
+    of the same name."""
 
     tenant_id: TenantId
+    """Whose it is; another tenant may sample from it if it is published."""
     job: str
+    """Or the run's id, which no job can have."""
     version: int
     adapter_hash: str
     folder: str
     """PEFT folder."""
     num_bytes: int = field(default=0, compare=False)
-    """What it takes on a worker, if that is known."""
+    """What it takes on a worker, roughly; 0 if that is not known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +55,7 @@ class LoadedVersion:
 class Shelf:
     """What is loaded on one station: `take -> (generate) -> put_back`.
 
-    loaded = await shelf.take(version)
+    loaded = shelf.take_loaded(version) or await shelf.take(version)
     try:
         ...  # requests name `loaded.policy_id` and `version.version`
     finally:
@@ -77,6 +81,14 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._loaded)
 
+    def take_loaded(self, version: ServedVersion) -> LoadedVersion | None:
+        """Return the version if it is on this worker; it stays until `put_back`."""
+        loaded = self._find(version)
+        if loaded is not None:
+            loaded.num_users += 1
+            self._loaded.move_to_end(version)
+        return loaded
+
     async def take(
         self, version: ServedVersion, on_load: Callable[[], None] = lambda: None
     ) -> LoadedVersion:
@@ -89,19 +101,16 @@ class Shelf:
             WorkerLost: the worker went away.
             PolicyDiverged: the folder does not hold what was committed.
         """
-        loaded = self._find(version)
-        if loaded is None:
-            async with self._loading:
-                loaded = self._find(version)
-                if loaded is None:
-                    await self._drop_lost()
-                    await self._make_room(version.num_bytes)
-                    loaded = await to_its_end(self._load(version))
-                    on_load()
+        if loaded := self.take_loaded(version):
+            return loaded
+        async with self._loading:
+            loaded = self.take_loaded(version)
+            if loaded is None:
+                await self._drop_lost()
+                await self._make_room(version)
+                loaded = await to_its_end(self._load(version))
+                on_load()
                 loaded.num_users += 1
-        else:
-            loaded.num_users += 1
-        self._loaded.move_to_end(version)
         return loaded
 
     def put_back(self, loaded: LoadedVersion) -> None:
@@ -129,9 +138,9 @@ class Shelf:
         self._loaded[version] = loaded
         return loaded
 
-    async def _make_room(self, num_bytes: int) -> None:
-        """Wait until one more version of so many bytes has a place. One alone always has."""
-        while self._loaded and not self._has_room(num_bytes):
+    async def _make_room(self, version: ServedVersion) -> None:
+        """Wait until one more version has a place; alone it has one, however large it is."""
+        while self._loaded and not self._has_room(version):
             idle = next((one for one, held in self._loaded.items() if not held.num_users), None)
             if idle is not None:
                 await self._unload(idle, self._loaded.pop(idle))
@@ -139,9 +148,9 @@ class Shelf:
                 self._returned.clear()
                 await self._returned.wait()
 
-    def _has_room(self, num_bytes: int) -> bool:
-        held_bytes = sum(version.num_bytes for version in self._loaded)
-        return len(self._loaded) < self._max_loaded and held_bytes + num_bytes <= self._max_bytes
+    def _has_room(self, version: ServedVersion) -> bool:
+        num_bytes = version.num_bytes + sum(held.num_bytes for held in self._loaded)
+        return len(self._loaded) < self._max_loaded and num_bytes <= self._max_bytes
 
     async def _unload(self, version: ServedVersion, loaded: LoadedVersion) -> None:
         with suppress(NotFound, WorkerLost):

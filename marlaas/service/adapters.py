@@ -19,7 +19,7 @@ from fastapi.responses import StreamingResponse
 from marlaas import runtime
 from marlaas.errors import NotFound
 from marlaas.loop.concurrency import to_its_end
-from marlaas.loop.serving import find_version
+from marlaas.loop.model_names import find_version
 from marlaas.loop.shelf import ServedVersion
 from marlaas.service.archives import (
     Download,

@@ -25,7 +25,7 @@ from fastapi import APIRouter, Body, Header, Query, Response
 
 from marlaas.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded, UnsupportedFeature
 from marlaas.loop.jobspec import ONE_JOB_KNOBS, describe_job, read_job
-from marlaas.loop.serving import find_version
+from marlaas.loop.model_names import find_version
 from marlaas.service.auth import WithCaller
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.places import JobName, PageSize, SweepName

@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Path, Query, Response
 from fastapi.responses import JSONResponse
 
-from marlaas.loop.serving import find_version
+from marlaas.loop.model_names import find_version
 from marlaas.service.auth import WithCaller
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.places import MAX_CURSOR, After, JobName, PageSize

@@ -12,7 +12,8 @@ from fastapi import APIRouter
 
 from marlaas import runtime
 from marlaas.errors import InvalidRequest, UnsupportedFeature
-from marlaas.loop.serving import BASE_MODEL, Opening
+from marlaas.loop.model_names import BASE_MODEL
+from marlaas.loop.serving import Opening
 from marlaas.service.auth import Caller, WithCaller
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.wire.completions import (

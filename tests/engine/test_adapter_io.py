@@ -27,8 +27,9 @@ from marlaas.engine.adapter_io import (
 from marlaas.engine.trainer import LoraTrainer
 from marlaas.errors import InvalidRequest, NotFound, UnsupportedFeature
 from marlaas.model.attention import PackedSequences
+from marlaas.model.bank import Slot
 from marlaas.model.base import BaseModel, load_base
-from marlaas.model.lora import LoraBatch, Segment, Slot
+from marlaas.model.lora import LoraBatch, Segment
 from marlaas.types import AdamParams, AdapterSpec, Datum, Objective
 from tests.engine.data import VOCAB, host
 from tests.models import random_llama, random_qwen3, stock_llama, stock_qwen3

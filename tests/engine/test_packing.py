@@ -24,7 +24,8 @@ from marlaas.engine.packing import (
     pack,
 )
 from marlaas.engine.trainer import LoraTrainer
-from marlaas.model.lora import Segment, Slot
+from marlaas.model.bank import Slot
+from marlaas.model.lora import Segment
 from marlaas.types import AdapterSpec, Datum, Objective
 from tests.engine.data import host, random_datum, random_group
 from tests.models import random_llama, random_qwen3

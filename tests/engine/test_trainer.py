@@ -425,6 +425,11 @@ def spoilt(value: float) -> np.ndarray:
     ("change", "problem"),
     [
         ({"tokens": np.array([1, 2, VOCAB] + [0] * 9, np.int32)}, r"tokens\[2\] = 128; .* 0..127"),
+        ({"tokens": np.zeros((12, 1), np.int32)}, r"tokens has shape \(12, 1\); expected \(T,\)"),
+        ({"tokens": np.array(3, np.int32)}, r"tokens has shape \(\)"),
+        ({"targets": np.array(3, np.int32)}, r"targets has shape \(\)"),
+        ({"weights": np.zeros(12, bool)}, "weights has dtype bool; expected float32"),
+        ({"advantages": np.zeros(12, np.float16)}, "advantages has dtype float16"),
         ({"tokens": np.zeros(12, np.float32)}, "tokens has dtype float32; expected int32"),
         ({"targets": np.full(12, -2, np.int32)}, r"targets\[0\] = -2; expected -1..127"),
         ({"targets": np.zeros((12, 0), np.int32)}, r"targets has shape \(12, 0\); .*\(12, K\)"),

@@ -20,6 +20,7 @@ from marlaas.loop.samplers import (
     Samplers,
     SamplerSettings,
 )
+from marlaas.loop.serving import ServingSettings
 from marlaas.store.async_store import AsyncStore
 from marlaas.types import AdapterSpec, Checkpoint, CheckpointKind, Run, Session
 from tests.fakes import STOP, FakeWorker, Speed, hash_of
@@ -52,9 +53,12 @@ class Lab:
 
 @asynccontextmanager
 async def lab(
-    root: Path, *workers: FakeWorker, settings: SamplerSettings | None = None
+    root: Path,
+    *workers: FakeWorker,
+    settings: SamplerSettings | None = None,
+    serving: ServingSettings | None = None,
 ) -> AsyncIterator[Lab]:
-    async with bench(root, *workers) as at:
+    async with bench(root, *workers, settings=serving) as at:
         samplers = Samplers(at.serving, AsyncStore(at.store, is_threaded=False), settings)
         try:
             yield Lab(at, samplers)
@@ -319,7 +323,7 @@ def test_waiting_ends_with_the_time_out_and_a_cancelled_request_leaves_the_batch
 
 def test_too_many_samples_are_refused_for_the_moment(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with lab(tmp_path, settings=SamplerSettings(max_open=10)) as at:
+        async with lab(tmp_path, serving=ServingSettings(max_sampling=10)) as at:
             sampler = await at.of_base()
             for seq in range(5):
                 await at.samplers.submit("acme", sampler, seq, replace(REQUEST, n=2))

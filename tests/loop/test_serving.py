@@ -14,7 +14,8 @@ import pytest
 from marlaas import runtime
 from marlaas.errors import InvalidRequest, NotFound, PolicyDiverged, QuotaExceeded, WorkerLost
 from marlaas.loop.controller import Controller
-from marlaas.loop.serving import Serving, ServingSettings, find_version
+from marlaas.loop.model_names import find_version
+from marlaas.loop.serving import Serving, ServingSettings
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.types import (
@@ -102,8 +103,8 @@ class Bench:
             load = station.load
             assert (load.num_sampling, load.num_reserved, load.kv_tokens) == (0, 0, 0)
             assert station.queue.next() is None
-        assert self.serving._tenants == {}
-        for shelf in self.serving._shelves.values():
+        assert self.serving._completing == self.serving._sampling == {}
+        for shelf in self.serving._dispatcher.shelves.values():
             assert all(loaded.num_users == 0 for loaded in shelf._loaded.values())
 
 
@@ -402,7 +403,7 @@ def test_idle_versions_make_room_the_least_recently_used_first(tmp_path: Path) -
     async def scenario() -> None:
         async with bench(tmp_path, settings=settings) as b:
             keep(b.store, "acme", "sums", "abc")
-            worker, shelf = b.workers[0], b.serving._shelves["worker-0"]
+            worker, shelf = b.workers[0], b.serving._dispatcher.shelves["worker-0"]
             for version in (0, 1, 0, 2):
                 await b.ask("acme", f"sums@{version}")
             assert [one.version for one in shelf._loaded] == [0, 2]
@@ -544,7 +545,7 @@ def test_whatever_clients_and_workers_do_an_answer_is_its_models_and_nothing_is_
                 asyncio.get_running_loop().call_later(float(rng.uniform(0, 30)), kill)
             await asyncio.gather(*(client(b) for _ in range(40)))
             await asyncio.sleep(10.0)
-            for worker, shelf in zip(workers, b.serving._shelves.values(), strict=True):
+            for worker, shelf in zip(workers, b.serving._dispatcher.shelves.values(), strict=True):
                 assert len(worker.policies) <= len(shelf) <= settings.max_loaded
             usage = [b.store.usage_by_job(tenant) for tenant in ("acme", "birch")]
             served = sum(one.served_tokens for by_job in usage for one in by_job.values())

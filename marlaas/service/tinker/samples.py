@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from marlaas.errors import InvalidRequest, UnsupportedFeature
+from marlaas.loop.dispatch import Extras
 from marlaas.loop.samplers import SampleRequest
-from marlaas.loop.serving import Extras
 from marlaas.service.tinker import schema
 from marlaas.service.tinker.bodies import PromptBody, SampleBody, TensorBody, number
 from marlaas.service.tinker.tensors import Csr, check_csr, from_list, pack, write_tensor
