@@ -189,12 +189,20 @@ class ServeSettings:
     """Sequences in one worker's decode batch."""
     exact: bool = False
     """Every result is independent of neighbours, bit for bit: slower, and needed by seeded jobs."""
+    model_aliases: tuple[str, ...] = ()
+    """Further names of the base for `tinker` clients, whose recipes know a model by its name on the
+    hub: `Qwen/Qwen3-8B`. In text, separated by commas."""
+    tokenizer_id: str = ""
+    """Where `tinker` clients find the tokenizer, a folder or a name on the hub; empty: the base's
+    own folder, right for clients on this machine."""
     max_running_jobs: int = 64
     """Jobs that run at once, all tenants together; the others queue."""
     gap_bound: float = 1e-3
     """Most |train - sampling logprob| under one version before a job is held."""
     max_body_bytes: int = 1 << 20
     """Largest JSON body."""
+    max_tinker_body_bytes: int = 64 << 20
+    """Largest request of a `tinker` client to train or sample, decompressed."""
     max_upload_bytes: int = 64 << 20
     """Largest upload of prompts."""
     max_archive_bytes: int = 64 << 30
@@ -239,6 +247,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     **{name: tuple(kind) for name, kind in _ENUMS.items()},
     "log_level": ("debug", "info", "warning", "error"),
 }
+_MAY_BE_EMPTY = frozenset({"database", "tokenizer_id"})
 _RANGES: Mapping[str, tuple[float, float]] = {
     "port": (0, 65_535),
     "workers": (1, 256),
@@ -247,6 +256,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "max_running_jobs": (1, 10_000),
     "gap_bound": (1e-9, 1.0),
     "max_body_bytes": (1024, 1 << 30),
+    "max_tinker_body_bytes": (1024, 1 << 30),
     "max_upload_bytes": (1024, 4 << 30),
     "max_archive_bytes": (1 << 20, 1 << 50),
     "max_streams": (0, 1_000_000),
@@ -312,11 +322,18 @@ def _take(
         problems.append(f"{place}: got {_masked(name, value)}; expected {fault}")
         return
     values[name] = _ENUMS[name](value) if name in _ENUMS else value
+    if isinstance(value, list):
+        values[name] = tuple(value)
 
 
 def _fault(name: str, value: Any) -> str:
     """Return what would be right for a setting; empty if `value` is."""
     kind = {field.name: field.type for field in fields(ServeSettings)}[name]
+    if kind == tuple[str, ...]:
+        is_right = isinstance(value, list | tuple) and all(
+            isinstance(one, str) and one for one in value
+        )
+        return "" if is_right else "a list of texts"
     kinds = get_args(kind) or (kind,)
     if name in _CHOICES:
         return "" if value in _CHOICES[name] else " or ".join(_CHOICES[name])
@@ -325,7 +342,7 @@ def _fault(name: str, value: Any) -> str:
     if kinds[0] is bool:
         return "" if isinstance(value, bool) else "true or false"
     if kinds[0] is str:
-        return "" if isinstance(value, str) and (value or name == "database") else "text"
+        return "" if isinstance(value, str) and (value or name in _MAY_BE_EMPTY) else "text"
     low, high = _RANGES[name]
     wanted = int if kinds[0] is int else int | float
     is_right = isinstance(value, wanted) and not isinstance(value, bool) and low <= value <= high
@@ -336,6 +353,8 @@ def _fault(name: str, value: Any) -> str:
 def _from_text(name: str, text: str) -> object:
     """Return what text stands for, typed as its setting is; YAML 1.1 takes 1e-3 for text too."""
     kind = {field.name: field.type for field in fields(ServeSettings)}.get(name)
+    if kind == tuple[str, ...]:
+        return [one.strip() for one in text.split(",")] if text.strip() else []
     kinds = get_args(kind) or (kind,)
     if kinds[0] is bool:
         return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
@@ -357,4 +376,6 @@ def _as_written(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return ", ".join(value) or "[]"
     return str(value) if value != "" else '""'

@@ -20,6 +20,8 @@ from marlaas.envs.base import Family
 from marlaas.envs.catalog import make_family
 from marlaas.errors import InvalidRequest, WorkerLost
 from marlaas.loop.controller import Controller, LoopSettings, Mode
+from marlaas.loop.runs import Runs
+from marlaas.loop.samplers import Samplers
 from marlaas.loop.serving import Serving
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
@@ -41,7 +43,7 @@ from marlaas.workers.local import LocalWorker
 from marlaas.workers.split import SplitWorker
 
 if TYPE_CHECKING:
-    from marlaas.service.parts import Parts
+    from marlaas.service.parts import Parts, ServedBase
 
 ENGINES_FILE = "engines.json"
 """In the run folder: what every engine worker was started with, all defaults resolved."""
@@ -201,6 +203,8 @@ async def _watch(
 SCRATCH_FOLDER = "scratch"
 """In the service's folder: archives while they are sent."""
 
+DOWNLOAD_KEY_FILE = "download.key"
+
 SERVICE_STATS_EVERY_S = 2.0
 
 
@@ -310,6 +314,11 @@ async def _service_parts(
     controller.tenants_changed(await store.call(Store.tenants))
     serving = Serving(controller.placement, store, tokenizer, tenants=controller.tenants)
     stack.push_async_callback(serving.close)
+    samplers = Samplers(serving, store)
+    stack.push_async_callback(samplers.close)
+    runs = Runs(controller.placement, store, tenants=controller.tenants)
+    stack.push_async_callback(runs.close)
+    await runs.start()
     watching = asyncio.create_task(
         _watch(engines, telemetry, every_s=stats_every_s), name="worker stats"
     )
@@ -319,11 +328,38 @@ async def _service_parts(
         store=store,
         controller=controller,
         serving=serving,
+        runs=runs,
+        samplers=samplers,
+        base=_served_base(settings, chosen[0]),
+        download_key=await asyncio.to_thread(_download_key, folder),
         telemetry=telemetry,
         hub=Hub(store, heartbeat_s=settings.heartbeat_s, max_streams=settings.max_streams),
         max_context=chosen[0].max_context,
         scratch=folder / SCRATCH_FOLDER,
     )
+
+
+def _served_base(settings: ServeSettings, engine: EngineSettings) -> "ServedBase":
+    """Return what `tinker` clients are told of the base."""
+    from marlaas.service.parts import ServedBase
+
+    config = json.loads((Path(engine.base_folder) / "config.json").read_text())
+    return ServedBase(
+        names=tuple(dict.fromkeys((settings.base, *settings.model_aliases))),
+        architecture=(config.get("architectures") or [config.get("model_type", "")])[0],
+        tokenizer_id=settings.tokenizer_id or engine.base_folder,
+    )
+
+
+def _download_key(folder: Path) -> bytes:
+    """Return the key that signs addresses of downloads; made once for a service's folder."""
+    path = folder / DOWNLOAD_KEY_FILE
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        partial.touch(mode=0o600)
+        partial.write_bytes(runtime.unguessable_bytes(32))
+        partial.rename(path)
+    return path.read_bytes()
 
 
 def first_operator_key(store: Store) -> str:

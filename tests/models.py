@@ -12,8 +12,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from marlaas.model.bank import Slot
 from marlaas.model.base import BaseModel, adopt
-from marlaas.model.lora import Slot
 from marlaas.types import TARGET_GROUPS
 
 ALL_KINDS = frozenset(kind for kinds in TARGET_GROUPS.values() for kind in kinds)

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "marlaas"
 OWN_CLOCKS = {
     "runtime.py": "the seam itself",
     "envs/sandbox_child.py": "runs alone inside the sandbox, where the package does not exist",
+    "bench/tinker_client.py": "runs alone beside another server's SDK, without the package",
 }
 """Modules that may read clocks and make chance of their own, and why."""
 

@@ -33,8 +33,8 @@ from marlaas.bench.synthetic import clock_s, load, random_data, random_slot, tim
 from marlaas.engine.generator import BatchGenerator
 from marlaas.engine.trainer import LoraTrainer
 from marlaas.engine.types import SequenceRequest
+from marlaas.model.bank import Slot
 from marlaas.model.base import BaseModel
-from marlaas.model.lora import Slot
 from marlaas.types import AdamParams, AdapterSpec, Objective, SamplingParams
 
 MIXED_RANKS = (4, 8, 16, 32)

@@ -3,6 +3,7 @@
 A process is known by its number and the time it began, since numbers are used again.
 """
 
+import os
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,18 @@ def descendants(pid: int) -> list[Process]:
             waiting.append(stat.pid)
             found.append(Process(stat.pid, stat.began, _command(stat.pid)))
     return found
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process and of every one below it; shared pages count each
+    time."""
+    pages = 0
+    for one in (pid, *(process.pid for process in descendants(pid))):
+        try:
+            pages += int(Path(f"/proc/{one}/statm").read_text().split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)

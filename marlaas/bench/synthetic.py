@@ -13,8 +13,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from marlaas.engine.adapter_io import target_kinds
+from marlaas.model.bank import Slot, init_adapter
 from marlaas.model.base import BaseModel, adopt, load_base
-from marlaas.model.lora import Slot, init_adapter
 from marlaas.runtime import cpu_s, now_s, rng
 from marlaas.text.bases import packaged_folder
 from marlaas.types import AdapterSpec, Datum

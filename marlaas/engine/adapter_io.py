@@ -25,7 +25,7 @@ from torch import Tensor
 
 from marlaas.engine.durable import beside, put_folder
 from marlaas.errors import InvalidRequest, NotFound, UnsupportedFeature
-from marlaas.model.lora import ModuleShape, RowLayout
+from marlaas.model.bank import ModuleShape, RowLayout
 from marlaas.types import RANK_BUCKETS, TARGET_GROUPS, AdapterSpec
 
 CONFIG_NAME = "adapter_config.json"

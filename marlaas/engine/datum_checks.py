@@ -15,11 +15,17 @@ from marlaas.types import LOSS_INPUTS, Datum, Objective
 MAX_TARGETS = 256
 """Targets of one entry. Each is a cell of every per-token array, and of the answer."""
 
+MAX_CELLS = 1 << 24
+"""Targets of all data of one call: 64 MiB in each of its per-token arrays and in the answer."""
+
 
 def datum_problems(
     datum: Datum, objective: Objective | None, *, vocab_size: int, max_context: int
 ) -> Iterator[str]:
     """Yield what is wrong with a datum under an objective; None only scores."""
+    if datum.tokens.ndim != 1:
+        yield f"tokens has shape {datum.tokens.shape}; expected (T,)"
+        return
     num_tokens = len(datum.tokens)
     if not 2 <= num_tokens <= max_context:
         yield f"{num_tokens} tokens; expected 2..{max_context}"
@@ -72,7 +78,7 @@ def _id_problems(name: str, ids: np.ndarray, least: int, vocab_size: int) -> Ite
 def _array_problems(name: str, values: np.ndarray, shape: tuple[int, ...]) -> Iterator[str]:
     if values.shape != shape:
         yield f"{name} has shape {values.shape}; expected {shape}"
-    elif values.dtype.kind != "f":
+    elif values.dtype not in (np.float32, np.float64):
         yield f"{name} has dtype {values.dtype}; expected float32"
     elif not (is_finite := np.isfinite(values)).all():
         yield f"{name}{_first(~is_finite, values)}; expected a finite number"

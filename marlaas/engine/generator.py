@@ -30,8 +30,9 @@ from marlaas.engine.scheduler import Scheduler
 from marlaas.engine.sequence import LiveSequence
 from marlaas.engine.types import SequenceRequest, SequenceResult, Work
 from marlaas.errors import CapacityExceeded, InvalidRequest, UnsupportedFeature
+from marlaas.model.bank import Slot
 from marlaas.model.base import BaseModel
-from marlaas.model.lora import EXACT_MIN_ROWS, LoraBatch, Segment, Slot
+from marlaas.model.lora import EXACT_MIN_ROWS, LoraBatch, Segment
 from marlaas.model.prepack import padded_rows
 from marlaas.types import StopReason
 
@@ -109,6 +110,8 @@ class BatchGenerator:
             InvalidRequest: no tokens, ids outside the vocabulary, or scores that cannot be had.
             UnsupportedFeature: stop strings without a `decode_text`.
         """
+        if request.tokens.ndim != 1:
+            raise InvalidRequest(f"tokens have shape {request.tokens.shape}: expected (T,)")
         num_tokens = len(request.tokens)
         if num_tokens > self.max_context:
             raise CapacityExceeded(

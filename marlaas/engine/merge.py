@@ -29,9 +29,10 @@ from marlaas.config import Durability
 from marlaas.engine.adapter_io import adapter_tensors, load_adapter, read_spec
 from marlaas.engine.durable import beside, put_folder
 from marlaas.errors import InvalidRequest, MarlaasError
+from marlaas.model.bank import RowLayout
 from marlaas.model.base import read_config, read_weights
 from marlaas.model.convert import folder_in_dtype, without_progress_bars
-from marlaas.model.lora import RowLayout, target_shapes
+from marlaas.model.lora import target_shapes
 from marlaas.types import RANK_BUCKETS
 
 CONFIG_NAME = "config.json"

@@ -24,8 +24,9 @@ from typing import NamedTuple
 import numpy as np
 
 from marlaas.model.attention import AttentionBatch
+from marlaas.model.bank import Slot
 from marlaas.model.base import BaseModel
-from marlaas.model.lora import Segment, Slot
+from marlaas.model.lora import Segment
 from marlaas.model.prepack import padded_rows
 from marlaas.types import LOSS_INPUTS, Datum, Objective
 
@@ -49,6 +50,10 @@ batch's: they are short, and a call costs as much as a few of them."""
 MAX_MASKED = 2048
 """Longest sequence whose shared prefix is left out of attention's queries: it takes a mask of
 queries times keys, where plain causal attention takes none."""
+
+MAX_CHUNK_CELLS = 1 << 18
+"""A chunk ends before it scores more, unless a single datum does: what is said of a cell takes some
+100 bytes while its pass runs, and data that share all their tokens cost next to nothing else."""
 
 VECTOR_ELEMENTS = 32
 """Element-wise CPU kernels work on blocks of at most this many fp32 elements (AVX-512, unrolled by
@@ -169,24 +174,27 @@ def cut(submission: Submission, cost: PassCost, budget_tokens: float) -> list[Ch
     once and costs once.
     """
     chunks: list[Chunk] = []
-    start, held = 0, 0.0
+    start, held, num_cells = 0, 0.0, 0
     inputs: list[np.ndarray] = []
     shared: list[SharedPrefix] = []
 
     def close(end: int) -> None:
-        nonlocal start, held
+        nonlocal start, held, num_cells
         chunks.append(Chunk(submission, start, end, tuple(shared), held))
-        start, held = end, 0.0
+        start, held, num_cells = end, 0.0, 0
         inputs.clear()
         shared.clear()
 
     for idx, datum in enumerate(submission.data):
-        own = datum.tokens[: num_inputs(datum, submission.is_training)]
+        wanted = wanted_cells(datum, submission.is_training)
+        own = datum.tokens[: _num_inputs(datum, wanted)]
         prefix = _longest_shared_prefix(own, inputs)
-        if idx > start and held + cost(len(own), prefix.length) > budget_tokens:
+        is_full = held + cost(len(own), prefix.length) > budget_tokens
+        if idx > start and (is_full or num_cells + len(wanted) > MAX_CHUNK_CELLS):
             close(idx)
             prefix = SharedPrefix(0, 0)
         held += cost(len(own), prefix.length)
+        num_cells += len(wanted)
         inputs.append(own)
         shared.append(prefix)
     close(len(submission.data))
@@ -289,7 +297,10 @@ def wanted_cells(datum: Datum, is_training: bool) -> np.ndarray:
 
 def num_inputs(datum: Datum, is_training: bool) -> int:
     """Return how many leading tokens have to be computed to score what is wanted."""
-    wanted = wanted_cells(datum, is_training)
+    return _num_inputs(datum, wanted_cells(datum, is_training))
+
+
+def _num_inputs(datum: Datum, wanted: np.ndarray) -> int:
     return int(wanted[-1]) // cells_per_entry(datum) if len(wanted) else 0
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from marlaas.engine.durable import beside, put_file
 from marlaas.errors import InvalidRequest, NotFound
-from marlaas.model.lora import RowLayout
+from marlaas.model.bank import RowLayout
 from marlaas.types import AdapterSpec
 
 SNAPSHOT_FORMAT = "marlaas-policy-1"

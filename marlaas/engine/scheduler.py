@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 from marlaas.engine.kv_cache import Chunk, Slab, SlabKind, SlabPool
 from marlaas.engine.sequence import Context, LiveSequence, Parked, Prefix
-from marlaas.model.lora import Slot
+from marlaas.model.bank import Slot
 
 GROWTH_TOKENS = 64
 """Room for sampled tokens that a sequence starts with; it moves to larger slabs as it grows."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from marlaas.engine.kv_cache import Slab, SlabKind
 from marlaas.engine.types import SequenceRequest
-from marlaas.model.lora import Slot
+from marlaas.model.bank import Slot
 from marlaas.types import StopReason
 
 

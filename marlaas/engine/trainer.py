@@ -32,7 +32,7 @@ from marlaas.engine.adapter_io import (
     read_spec,
     target_kinds,
 )
-from marlaas.engine.datum_checks import datum_problems
+from marlaas.engine.datum_checks import MAX_CELLS, datum_problems
 from marlaas.engine.fused_pass import PassRunner
 from marlaas.engine.objectives import check_objective
 from marlaas.engine.optimizer import adamw_, check_adam, clip_
@@ -40,8 +40,8 @@ from marlaas.engine.packing import ChunkQueue, PackedPass, PassCost, Submission,
 from marlaas.engine.policy_state import PolicyState, load_snapshot, save_snapshot
 from marlaas.engine.types import Work
 from marlaas.errors import InvalidRequest
+from marlaas.model.bank import Slot, init_adapter
 from marlaas.model.base import BaseModel
-from marlaas.model.lora import Slot, init_adapter
 from marlaas.types import (
     RANK_BUCKETS,
     TARGET_GROUPS,
@@ -252,6 +252,9 @@ class LoraTrainer:
         ]
         if not data:
             problems.append("no data; expected at least one datum")
+        num_cells = sum(datum.weights.size for datum in data)
+        if num_cells > MAX_CELLS:
+            problems.append(f"{num_cells} targets in all; expected at most {MAX_CELLS} at once")
         if problems:
             raise InvalidRequest(*problems)
         submission = Submission(

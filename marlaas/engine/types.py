@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from marlaas.model.lora import Slot
+from marlaas.model.bank import Slot
 from marlaas.types import SamplingParams, StopReason
 
 

@@ -15,7 +15,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 from marlaas import runtime
-from marlaas.loop.operations import Body, OperationKind, Result, Waiting
+from marlaas.loop.operations import Body, OperationKind, Result, Waiting, body_of
+from marlaas.types import Operation
 
 
 def _new_future() -> "asyncio.Future[Result | Waiting]":
@@ -37,6 +38,16 @@ class Entry:
     done: "asyncio.Future[Result | Waiting]" = field(default_factory=_new_future)
     """Its outcome; `Waiting` when the server is told to stop before there is one."""
 
+    @classmethod
+    def of(cls, operation: Operation) -> "Entry":
+        """Return the entry of an accepted operation with its payload."""
+        return cls(
+            seq=operation.seq,
+            kind=OperationKind(operation.kind),
+            body=body_of(operation),
+            num_bytes=len(operation.payload),
+        )
+
 
 class Journal:
     """`add*`, `refuse*` -> `take` -> `finish`, in order.
@@ -51,6 +62,8 @@ class Journal:
         self.next_seq = next_seq
         self.is_incomplete = is_incomplete
         """The gradient lacks a pass that failed or was refused."""
+        self.num_bytes = 0
+        """Of the payloads of all operations without an outcome."""
         self._start_seq = next_seq
         self._entries: dict[int, Entry] = {}
         self._refused: dict[int, bool] = {}
@@ -62,10 +75,6 @@ class Journal:
         """Return how many operations have no outcome."""
         return len(self._entries)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self._entries.values())
-
     def find(self, seq: int) -> Entry | None:
         return self._entries.get(seq)
 
@@ -74,6 +83,7 @@ class Journal:
         is_over = entry.seq < self.next_seq or entry.seq in self._refused
         if not is_over and entry.seq not in self._entries:
             self._entries[entry.seq] = entry
+            self.num_bytes += entry.num_bytes
             self.changed.set()
 
     def refuse(self, seq: int, *, is_pass: bool) -> None:
@@ -109,6 +119,7 @@ class Journal:
         """The outcome of the oldest started operation is stored: it may be seen."""
         assert entry.seq == self.next_seq, f"{entry.seq} finished, {self.next_seq} was to be"
         del self._entries[entry.seq]
+        self.num_bytes -= entry.num_bytes
         self.next_seq += 1
         self._skip()
         if not entry.done.done():

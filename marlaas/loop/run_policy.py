@@ -135,6 +135,11 @@ class RunPolicy:
         return self._station is not None and self._home == self._station.home
 
     @property
+    def is_absent(self) -> bool:
+        """Nothing of it is anywhere, and no place is kept for it."""
+        return self._station is None
+
+    @property
     def station(self) -> Station:
         """Where it is to be loaded, or is.
 

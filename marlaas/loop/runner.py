@@ -19,15 +19,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from marlaas import runtime
 from marlaas.errors import (
     Conflict,
     InvalidRequest,
     MarlaasError,
-    PolicyDiverged,
-    QuotaExceeded,
     StoreUnavailable,
     WorkerLost,
 )
@@ -35,21 +33,17 @@ from marlaas.loop import operations as ops
 from marlaas.loop.journal import Entry, Journal
 from marlaas.loop.operations import Category, OperationKind, QueueState, Result, Waiting
 from marlaas.loop.run_policy import RunPolicy
-from marlaas.loop.usage import Tenants, why_full
+from marlaas.loop.run_verbs import INCOMPLETE, Done, RunVerbs
+from marlaas.loop.usage import Tenants
 from marlaas.store import codec
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.types import (
-    EPHEMERAL,
     FORWARD_BACKWARD,
-    Checkpoint,
-    CheckpointKind,
     DatumOutput,
     Operation,
     OperationState,
     Run,
-    Sampler,
-    StateKind,
     TenantId,
     Usage,
 )
@@ -60,14 +54,7 @@ MAX_LOSSES = 6
 """Workers that may be lost over one operation before it fails: it may be what ends them, and they
 have other tenants."""
 
-INCOMPLETE = (
-    "a forward_backward since the last step failed, so the gradient would lack it: it was cleared, "
-    "weights and optimizer are as they were"
-)
-VETOED = (
-    "the gradient is not finite: it was cleared, weights and optimizer are as they were; expected "
-    "finite losses"
-)
+STOPPING = "the server is stopping"
 NEVER_CAME = "the operation of this number did not come in time; those behind it were given up"
 
 
@@ -131,6 +118,7 @@ class Runner:
         self._store = store
         self._tenants = tenants
         self._settings = settings
+        self._verbs = RunVerbs(tenant_id, policy, store, tenants)
         self._on_idle = on_idle
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -169,7 +157,7 @@ class Runner:
             for task in late:
                 task.cancel()
                 await asyncio.wait({task})
-        self.journal.stop(Waiting(reason="the server is stopping"))
+        self.journal.stop(Waiting(reason=STOPPING))
 
     def _rest(self, task: "asyncio.Task[None]") -> None:
         self._task, self.policy.is_busy = None, False
@@ -236,7 +224,7 @@ class Runner:
                 await self.policy.bring()
             except (WorkerLost, StoreUnavailable):
                 raise
-            except MarlaasError as error:
+            except Exception as error:
                 await self._fail(entry, error)
                 return
         task = asyncio.create_task(self._pass(entry.body))
@@ -276,11 +264,8 @@ class Runner:
             value = ops.pass_result(body, outcome.outputs)
         except WorkerLost:
             raise
-        except MarlaasError as error:
-            await self._fail(entry, error)
-            return
         except Exception as error:
-            await self._fail_by_fault(entry, error)
+            await self._fail(entry, error)
             return
         usage = Usage(trained_tokens=body.num_tokens, device_s=outcome.device_s)
         await self._store.call(
@@ -319,208 +304,73 @@ class Runner:
     async def _execute(self, entry: Entry) -> None:
         """Execute an operation that is not a pass, to its outcome."""
         try:
-            await self._carry_out(entry)
+            if entry.kind is OperationKind.OPTIM_STEP and self.journal.is_incomplete:
+                raise InvalidRequest(INCOMPLETE)
+            done = await self._verbs.carry_out(entry.body, self.run, entry.seq)
+            try:
+                await self._store_outcome(entry, done)
+            except BaseException:
+                done.undo()
+                raise
         except (WorkerLost, StoreUnavailable):
             raise
-        except MarlaasError as error:
-            await self._fail(entry, error)
         except Exception as error:
-            await self._fail_by_fault(entry, error)
-
-    async def _carry_out(self, entry: Entry) -> None:
-        match entry.body:
-            case ops.CreateRun():
-                await self._create(entry)
-            case ops.OptimStep():
-                await self._step(entry, entry.body)
-            case ops.SaveWeights() as body:
-                await self._save(
-                    entry, CheckpointKind.WEIGHTS, body.name, ttl_s=body.ttl_s,
-                    metadata=dict(body.metadata), overwrite=body.overwrite,
-                )  # fmt: skip
-            case ops.SaveForSampler() as body:
-                await self._save_for_sampler(entry, body)
-            case ops.SaveExternal() as body:
-                await self._save(entry, CheckpointKind.EXTERNAL, body.name, ttl_s=body.ttl_s)
-            case ops.LoadWeights():
-                await self._load(entry, entry.body)
-            case _:
-                raise AssertionError(f"{entry.kind} is a pass")
-
-    async def _create(self, entry: Entry) -> None:
-        await self.policy.bring()
-        created = ops.Created(run_id=self.run.run_id, adapter_hash=self.policy.adapter_hash)
-        run = replace(self.run, adapter_hash=created.adapter_hash)
-        await self._commit(entry, run, created)
-
-    async def _step(self, entry: Entry, body: ops.OptimStep) -> None:
-        await self.policy.bring()
-        if self.journal.is_incomplete:
-            raise InvalidRequest(INCOMPLETE)
-        version = self.run.version + 1
-        path = self._store.files.run_state(self.tenant_id, self.run.run_id, version)
-        result = await self.policy.step(body.adam, path)
-        if result.is_vetoed:
-            raise InvalidRequest(VETOED)
-        run = replace(
-            self.run,
-            version=version,
-            state_path=path,
-            state_kind=StateKind.SNAPSHOT,
-            adapter_hash=result.adapter_hash,
-        )
-        await self._commit(entry, run, replace(result, version=version))
-
-    async def _load(self, entry: Entry, body: ops.LoadWeights) -> None:
-        _, checkpoint = await self._store.call(Store.use_checkpoint, self.tenant_id, body.path)
-        source, kind = source_of(self._store, checkpoint, with_optimizer=body.with_optimizer)
-        await self.policy.bring()
-        policy_id, adapter_hash = await self.policy.load_beside(self.run, source)
-        run = replace(
-            self.run,
-            version=self.run.version + 1,
-            state_path=source,
-            state_kind=kind,
-            adapter_hash=adapter_hash,
-        )
-        try:
-            if adapter_hash != checkpoint.adapter_hash:
-                raise PolicyDiverged(f"{body.path} came back as {adapter_hash}: its files changed")
-            await self._commit(entry, run, ops.Loaded(path=body.path, version=run.version))
-        except BaseException:
-            self.policy.abandon(policy_id)
-            raise
-        self.policy.adopt(policy_id)
-
-    # Saving ---------------------------------------------------------------------------------
-
-    async def _save_for_sampler(self, entry: Entry, body: ops.SaveForSampler) -> None:
-        run, kind = self.run, CheckpointKind.SAMPLER
-        metadata = dict(body.metadata)
-        if body.name is not None:
-            await self._save(entry, kind, body.name, ttl_s=body.ttl_s, metadata=metadata)
-            return
-        if body.sampler_seq is None:
-            raise InvalidRequest("a save for sampling has a name or the number of a sampler")
-        name = f"{EPHEMERAL}{entry.seq}"
-        checkpoint = await self._keep(entry, kind, name, ttl_s=body.ttl_s, metadata=metadata)
-        sampler = Sampler(
-            sampler_id=f"{run.session_id}:sample:{body.sampler_seq}",
-            session_id=run.session_id,
-            seq=body.sampler_seq,
-            base_model=run.base_model,
-            checkpoint_path=checkpoint.path,
-        )
-        await self._store.call(Store.add_sampler, self.tenant_id, sampler)
-        saved = ops.Saved(
-            path=None, size_bytes=checkpoint.size_bytes, sampler_id=sampler.sampler_id
-        )
-        await self._finish(entry, saved)
-        await self._store.call(Store.prune_ephemeral, self.tenant_id, run.run_id)
-
-    async def _save(
-        self,
-        entry: Entry,
-        kind: CheckpointKind,
-        name: str,
-        *,
-        ttl_s: float | None,
-        metadata: dict[str, str] | None = None,
-        overwrite: bool = False,
-    ) -> None:
-        checkpoint = await self._keep(
-            entry, kind, name, ttl_s=ttl_s, metadata=metadata or {}, overwrite=overwrite
-        )
-        saved = ops.Saved(path=checkpoint.path, size_bytes=checkpoint.size_bytes)
-        await self._finish(entry, saved)
-
-    async def _keep(
-        self,
-        entry: Entry,
-        kind: CheckpointKind,
-        name: str,
-        *,
-        ttl_s: float | None,
-        metadata: dict[str, str],
-        overwrite: bool = False,
-    ) -> Checkpoint:
-        """Write a checkpoint of the run as it is, complete before anybody can see it."""
-        run = self.run
-        await self._check_storage()
-        await self.policy.bring()
-        # The number of the operation: done again after a crash it finds its own files.
-        files = self._store.files.checkpoint(
-            self.tenant_id, run.run_id, kind, name, generation=entry.seq
-        ).prepare()
-        adapter_hash = await self.policy.save_adapter(files.adapter)
-        is_whole = kind is CheckpointKind.WEIGHTS and run.state_kind is StateKind.SNAPSHOT
-        checkpoint = Checkpoint(
-            run_id=run.run_id,
-            kind=kind,
-            name=name,
-            version=run.version,
-            adapter_hash=adapter_hash,
-            folder=files.folder,
-            has_optimizer=is_whole,
-            metadata=metadata,
-            expires_s=None if ttl_s is None else runtime.wall_time_s() + ttl_s,
-        )
-        state = run.state_path if is_whole else None
-        return await self._store.call(
-            keep_checkpoint, self.tenant_id, checkpoint, state, overwrite=overwrite
-        )
-
-    async def _check_storage(self) -> None:
-        limit = self._tenants.quotas(self.tenant_id).stored_bytes
-        if limit is None:
-            return
-        used = await self._store.call(Store.stored_bytes, self.tenant_id)
-        if full := why_full(used, limit):
-            raise QuotaExceeded(full, retry_after_s=0.0)
+            await self._fail(entry, error)
+        else:
+            self.journal.finish(entry, Result(kind=entry.kind, value=done.value))
+            await done.settle()
 
     # Outcomes -------------------------------------------------------------------------------
 
-    async def _commit(self, entry: Entry, run: Run, value: ops.Value) -> None:
-        """Make the run what the operation made of it, gradient cleared, and its value visible."""
-        self.run = await self._store.call(
+    async def _store_outcome(self, entry: Entry, done: Done) -> None:
+        """Store a value; and what the run becomes, which clears its gradient."""
+        key, result = (self.tenant_id, self.run.run_id, entry.seq), codec.encode(done.value)
+        if done.run is None:
+            await self._store.call(Store.finish_operation, *key, result=result)
+            return
+        self.run = await self._commit(key, done.run, result=result)
+        self.journal.is_incomplete = False
+
+    async def _commit(
+        self,
+        key: tuple[TenantId, str, int],
+        run: Run,
+        *,
+        result: bytes = b"",
+        error: str = "",
+        category: str = "",
+    ) -> Run:
+        return await self._store.call(
             Store.commit_run_step,
-            *(self.tenant_id, run.run_id, entry.seq),
+            *key,
             version=run.version,
             state_path=run.state_path,
             state_kind=run.state_kind,
             adapter_hash=run.adapter_hash,
-            result=codec.encode(value),
+            result=result,
+            error=error,
+            category=category,
         )
-        self.journal.is_incomplete = False
-        self.journal.finish(entry, Result(kind=entry.kind, value=value))
 
-    async def _finish(self, entry: Entry, value: ops.Value) -> None:
-        """Make the value of an operation that leaves the run as it is visible."""
-        await self._store.call(
-            Store.finish_operation,
-            *(self.tenant_id, self.run.run_id, entry.seq),
-            result=codec.encode(value),
-        )
-        self.journal.finish(entry, Result(kind=entry.kind, value=value))
+    async def _fail(self, entry: Entry, error: Exception) -> None:
+        """Make the error of an operation visible. A step clears the gradient all the same.
 
-    async def _fail(self, entry: Entry, error: MarlaasError) -> None:
-        """Make the error of an operation visible. A step clears the gradient all the same."""
+        An error that nobody raised on purpose is our fault: it costs this operation, and what is on
+        the worker is made anew; other runs go on.
+        """
+        if not isinstance(error, MarlaasError):
+            logger.error("operation %d of run %s", entry.seq, self.run.run_id, exc_info=error)
+            self.policy.drop()
+            error = MarlaasError(f"a fault of the server: {type(error).__name__}")
         result = ops.failure(entry.kind, error)
-        run, key = self.run, (self.tenant_id, self.run.run_id, entry.seq)
+        key = (self.tenant_id, self.run.run_id, entry.seq)
         if entry.kind is OperationKind.OPTIM_STEP:
             try:
                 await self.policy.clear_gradient()
             except WorkerLost:
                 self.policy.drop()
-            self.run = await self._store.call(
-                Store.commit_run_step,
-                *key,
-                version=run.version,
-                state_path=run.state_path,
-                state_kind=run.state_kind,
-                adapter_hash=run.adapter_hash,
-                error=result.error,
-                category=result.category,
+            self.run = await self._commit(
+                key, self.run, error=result.error, category=result.category
             )
             self.journal.is_incomplete = False
         else:
@@ -529,13 +379,6 @@ class Runner:
             )
             self.journal.is_incomplete |= entry.kind is OperationKind.FORWARD_BACKWARD
         self.journal.finish(entry, result)
-
-    async def _fail_by_fault(self, entry: Entry, error: Exception) -> None:
-        """Something is wrong with us: it costs this operation, and what is on the worker is made
-        anew; other runs go on."""
-        logger.error("operation %d of run %s", entry.seq, self.run.run_id, exc_info=error)
-        self.policy.drop()
-        await self._fail(entry, MarlaasError(f"a fault of the server: {type(error).__name__}"))
 
     # Gaps -----------------------------------------------------------------------------------
 
@@ -573,9 +416,10 @@ class Runner:
                     f"operation {missing_seq} of run {self.run.run_id} did not come within "
                     f"{self._settings.gap_timeout_s:g} s: {seq}, behind it, was given up"
                 )
-                await self._fail(entry, StoreUnavailable(text))
+                await self._fail(entry, MarlaasError(text))
 
     async def _use_up(self, seq: int) -> bool:
+        """Note that a number never came; return False if it did come."""
         run_id = self.run.run_id
         missing = Operation(
             run_id=run_id,
@@ -589,6 +433,8 @@ class Runner:
         try:
             await self._store.call(Store.accept, self.tenant_id, missing)
         except Conflict:
+            for operation in await self._store.call(Store.accepted, self.tenant_id, run_id):
+                self.journal.add(Entry.of(operation))
             return False
         self.journal.refuse(seq, is_pass=True)
         return True
@@ -608,42 +454,6 @@ def used_numbers(store: Store, tenant_id: TenantId, run_id: str) -> tuple[int, b
     those before it."""
     next_seq = store.next_seq(tenant_id, run_id)
     return next_seq, store.has_failed_pass(tenant_id, run_id, before_seq=next_seq)
-
-
-def keep_checkpoint(
-    store: Store,
-    tenant_id: TenantId,
-    checkpoint: Checkpoint,
-    state: str | None,
-    *,
-    overwrite: bool,
-) -> Checkpoint:
-    """Link the training state into a checkpoint's folder, if it has one, and store it."""
-    if state is not None:
-        store.files.link(state, checkpoint.folder / "state")
-    return store.add_checkpoint(tenant_id, checkpoint, overwrite=overwrite)
-
-
-def source_of(
-    store: AsyncStore, checkpoint: Checkpoint, *, with_optimizer: bool
-) -> tuple[str, StateKind]:
-    """Return what a run that goes on from a checkpoint is loaded from.
-
-    A checkpoint of kind `weights` without state was saved before any step: its moments are zero,
-    which is what its adapter alone gives.
-
-    Raises:
-        InvalidRequest: it never had an optimizer.
-    """
-    if with_optimizer and checkpoint.kind is not CheckpointKind.WEIGHTS:
-        raise InvalidRequest(
-            f"{checkpoint.path} has no optimizer state; expected a checkpoint of kind weights, or "
-            "to load it without"
-        )
-    folder = checkpoint.folder
-    if with_optimizer and checkpoint.has_optimizer:
-        return str(folder / "state"), StateKind.SNAPSHOT
-    return str(folder / "adapter"), StateKind.ADAPTER
 
 
 async def _give_up(passes: Passes) -> None:

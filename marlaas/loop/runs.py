@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from marlaas.errors import Conflict, NotFound, QuotaExceeded
+from marlaas.loop.concurrency import to_its_end
 from marlaas.loop.journal import Entry, Journal
 from marlaas.loop.operations import (
     CREATE_SEQ,
@@ -36,7 +37,6 @@ from marlaas.loop.operations import (
     OperationKind,
     Result,
     Waiting,
-    body_of,
     encode_body,
     kind_of,
     request_id_of,
@@ -46,7 +46,8 @@ from marlaas.loop.operations import (
 from marlaas.loop.patience import PatientStore
 from marlaas.loop.policies import Placement, Station
 from marlaas.loop.run_policy import Berths, RunPolicy
-from marlaas.loop.runner import NEVER_CAME, Runner, RunnerSettings, source_of, used_numbers
+from marlaas.loop.run_verbs import source_of
+from marlaas.loop.runner import NEVER_CAME, Runner, RunnerSettings, used_numbers
 from marlaas.loop.training_gate import TrainingGate
 from marlaas.loop.usage import Tenants
 from marlaas.store.async_store import AsyncStore
@@ -102,18 +103,21 @@ class Runs:
             (await self._open(tenant_id, run_id)).wake()
 
     async def close(self) -> None:
-        """Let what is at workers come to its end, and begin nothing more; what was accepted stays
-        in the store. Whoever waits is told to ask again."""
+        """Let what is at workers come to its end, take it off them, and begin nothing more; what
+        was accepted stays in the store. Whoever waits is told to ask again."""
         self._is_closing = True
         runners = list(self._runners.values())
         stopping = [asyncio.create_task(runner.stop()) for runner in runners]
         await asyncio.sleep(0)  # every runner is told before the store gives up
         self._store.give_up()
         await asyncio.gather(*stopping)
-        background = list(self._background)
-        for task in background:
-            task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
+        for runner in runners:
+            self._spawn(runner.policy.unload())
+        if self._background:
+            _, late = await asyncio.wait(self._background, timeout=self._settings.drain_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     # Verbs ----------------------------------------------------------------------------------
 
@@ -138,7 +142,7 @@ class Runs:
         if source is not None:
             _, checkpoint = source
             path = checkpoint.path
-            state, kind = source_of(self._store, checkpoint, with_optimizer=with_optimizer)
+            state, kind = source_of(checkpoint, with_optimizer=with_optimizer)
             run = replace(
                 run, state_path=state, state_kind=kind, adapter_hash=checkpoint.adapter_hash
             )
@@ -165,12 +169,8 @@ class Runs:
             request_id=request_id_of(run_id, seq),
             payload=payload,
         )
-        accepted = await self._accept(tenant_id, operation)
-        if accepted.state is OperationState.ACCEPTED:
-            runner = await self._open(tenant_id, run_id)
-            runner.journal.add(Entry(seq=seq, kind=kind, body=body, num_bytes=len(payload)))
-            runner.wake()
-        return accepted.request_id
+        # What is accepted is executed, even if its client has just left.
+        return await to_its_end(self._take(tenant_id, operation, body))
 
     async def reject(
         self,
@@ -243,11 +243,22 @@ class Runs:
         """A tenant was deleted: nothing of its runs goes on."""
         for key, runner in list(self._runners.items()):
             if runner.tenant_id == tenant_id:
-                del self._runners[key]
+                self._runners.pop(key, None)
                 await runner.stop()
                 await runner.policy.unload()
 
     # ----------------------------------------------------------------------------------------
+
+    async def _take(self, tenant_id: TenantId, operation: Operation, body: Body) -> str:
+        """Accept an operation, and hand it to its run; return the id of the request."""
+        accepted = await self._accept(tenant_id, operation)
+        if accepted.state is OperationState.ACCEPTED and not self._is_closing:
+            runner = await self._open(tenant_id, operation.run_id)
+            kind, num_bytes = OperationKind(operation.kind), len(operation.payload)
+            entry = Entry(seq=operation.seq, kind=kind, body=body, num_bytes=num_bytes)
+            runner.journal.add(entry)
+            runner.wake()
+        return accepted.request_id
 
     async def _accept(self, tenant_id: TenantId, operation: Operation) -> Operation:
         """Put an operation into the journal; one that comes after it was given up finds that."""
@@ -294,14 +305,7 @@ class Runs:
         run_id = known.run.run_id
         journal = Journal(known.next_seq, is_incomplete=known.is_incomplete)
         for operation in known.accepted:
-            journal.add(
-                Entry(
-                    seq=operation.seq,
-                    kind=OperationKind(operation.kind),
-                    body=body_of(operation),
-                    num_bytes=len(operation.payload),
-                )
-            )
+            journal.add(Entry.of(operation))
         policy = RunPolicy(
             tenant_id,
             run_id,
@@ -336,11 +340,11 @@ class Runs:
         self._berths.note_idle()
         if not runner.is_idle or self._is_closing:
             return
-        if not runner.policy.is_loaded:
+        if runner.policy.is_absent:
             key = (runner.tenant_id, runner.run.run_id)
             if self._runners.get(key) is runner and not len(runner.journal):
                 del self._runners[key]
-        elif runner.is_over:
+        elif runner.is_over or not runner.policy.is_loaded:
             self._spawn(runner.policy.unload())
 
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:

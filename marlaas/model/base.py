@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from marlaas.errors import InvalidRequest, UnsupportedBase, UnsupportedFeature
 from marlaas.model import architecture, attention, lora
 from marlaas.model.attention import AttentionContext
+from marlaas.model.bank import AdapterBank
 from marlaas.model.convert import folder_in_dtype, without_progress_bars
-from marlaas.model.lora import AdapterBank, LoraBatch, MultiLoraLinear
+from marlaas.model.lora import LoraBatch, MultiLoraLinear
 from marlaas.types import TARGET_GROUPS
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from marlaas.model.lora import ModuleShape, RowLayout, Slot
+    from marlaas.model.bank import ModuleShape, RowLayout, Slot
 
 SLICE_RANK = 8
 """Rank of one place in the tables; divides the rank of every bucket."""

@@ -7,7 +7,7 @@
 
 - A route that is added to one of the routers below goes through the door; only health and the
   documents are open.
-- Another surface (`/api/v1/...`) brings a router of its own and is added in `make_app`.
+- The surface of `tinker` clients (`/api/v1/...`) has a door of its own, see `service/tinker/`.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -26,6 +26,7 @@ from marlaas.errors import (
     CapacityExceeded,
     Conflict,
     EnvironmentFailure,
+    Expired,
     Forbidden,
     InvalidRequest,
     MarlaasError,
@@ -43,6 +44,8 @@ from marlaas.service.faults import no_route, other_methods, problems_of
 from marlaas.service.limits import BodyLimit, well_formed
 from marlaas.service.logs import RequestLog
 from marlaas.service.parts import Parts
+from marlaas.service.tinker import routes as tinker
+from marlaas.service.tinker.door import is_here as is_from_tinker
 from marlaas.service.wire.common import ErrorAnswer, Problem, Responses
 
 STATUS: Mapping[type[MarlaasError], int] = {
@@ -50,6 +53,7 @@ STATUS: Mapping[type[MarlaasError], int] = {
     Unauthorized: 401,
     Forbidden: 403,
     NotFound: 404,
+    Expired: 410,
     Conflict: 409,
     QuotaExceeded: 429,
     CapacityExceeded: 422,
@@ -76,7 +80,9 @@ _WORDS: Mapping[int, str] = {
     401: "No key, or none that is good",
     403: "The key is for another role",
     404: "No such thing, or another tenant's",
+    408: "Not yet: ask again",
     409: "It is in a state that forbids this",
+    410: "There was one, and it is not kept",
     413: "Larger than the operator allows",
     422: "Cannot be honoured as written",
     429: "Over a limit of the tenant; see Retry-After",
@@ -85,6 +91,9 @@ _WORDS: Mapping[int, str] = {
 _ERRORS: Responses = {
     status: {"model": ErrorAnswer, "description": words} for status, words in _WORDS.items()
 }
+
+_LARGE = frozenset({"/api/v1/forward_backward", "/api/v1/asample"})
+"""Paths whose bodies hold tokens."""
 
 DESCRIPTION = (
     "Many tenants improve one language model by reinforcement learning, each with an adapter of "
@@ -111,6 +120,8 @@ def make_app(parts: Parts) -> FastAPI:
     app.include_router(tenants.operators, dependencies=door, responses=_ERRORS)
     # Their bodies are files, which are judged by what they are.
     app.include_router(uploads.router, dependencies=[Depends(authenticated)], responses=_ERRORS)
+    app.include_router(tinker.router, responses={**_ERRORS, 400: _ERRORS[409]})
+    app.include_router(tinker.open_routes, responses=_ERRORS)
     app.add_exception_handler(MarlaasError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_refused)
@@ -135,6 +146,8 @@ def _limits(settings: ServeSettings) -> Callable[[str], int]:
     """Return how large a body may be, by path."""
 
     def limit_of(path: str) -> int:
+        if path in _LARGE:
+            return settings.max_tinker_body_bytes
         is_upload = path.startswith("/v1/prompts/")
         return settings.max_upload_bytes if is_upload else settings.max_body_bytes
 
@@ -153,6 +166,8 @@ def status_of(error: MarlaasError) -> int:
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, MarlaasError)
     status = status_of(error)
+    if status == 409 and is_from_tinker(request):
+        status = 400  # these clients take 409 for something that passes
     headers: dict[str, str] = {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"

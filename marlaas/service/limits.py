@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from marlaas import runtime
-from marlaas.errors import InvalidRequest, QuotaExceeded, TooLarge
+from marlaas.errors import InvalidRequest, QuotaExceeded
 
 BURST_S = 2.0
 """Seconds' worth of requests that a tenant who was quiet may send at once."""
@@ -86,16 +86,6 @@ async def read_body(request: Request) -> bytes:
     """Return the body of a request, which `BodyLimit` bounds."""
     pieces = [piece async for piece in request.stream()]
     return b"".join(pieces)
-
-
-def check_archive(what: str, size_bytes: int, limit: int) -> None:
-    """Refuse to pack what is larger than the operator allows.
-
-    Raises:
-        TooLarge: it is.
-    """
-    if size_bytes > limit:
-        raise TooLarge(f"{what} has {size_bytes} bytes; at most {limit} may be downloaded")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -222,6 +212,31 @@ class Turns:
             lock, num_users = self._locks.pop(name)
             if num_users > 1:
                 self._locks[name] = (lock, num_users - 1)
+
+
+class Room:
+    """So many bytes of each name at once; whoever has no room waits. What is larger than all the
+    room there is goes alone."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._taken: Counter[str] = Counter()
+        self._left = asyncio.Condition()
+
+    @asynccontextmanager
+    async def of(self, name: str, num_bytes: int) -> AsyncIterator[None]:
+        """Wait until there is room for so many bytes, and hold it."""
+        num_bytes = min(num_bytes, self._most_bytes)
+        async with self._left:
+            await self._left.wait_for(lambda: self._taken[name] + num_bytes <= self._most_bytes)
+            self._taken[name] += num_bytes
+        try:
+            yield
+        finally:
+            self._taken[name] -= num_bytes
+            self._taken += Counter()  # forgets whom nothing is left of
+            async with self._left:
+                self._left.notify_all()
 
 
 class Places:

@@ -9,12 +9,29 @@ from fastapi import Depends, Request
 
 from marlaas.config import ServeSettings
 from marlaas.loop.controller import Controller
+from marlaas.loop.runs import Runs
+from marlaas.loop.samplers import Samplers
 from marlaas.loop.serving import Serving
-from marlaas.service.limits import Places, Rates, Turns
+from marlaas.service.identities import Identities
+from marlaas.service.limits import Places, Rates, Room, Turns
 from marlaas.service.streams import Hub
 from marlaas.service.telemetry import Telemetry
 from marlaas.service.trials import Trials
 from marlaas.store.async_store import AsyncStore
+
+MAX_PASS_BYTES_OF_ONE = 128 << 20
+"""Of one tenant's requests to train, while they are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedBase:
+    """What clients that drive runs are told of the base."""
+
+    names: tuple[str, ...]
+    """It goes by any of these; the first is its own."""
+    architecture: str
+    tokenizer_id: str
+    """Where such a client finds the tokenizer: a folder, or a name on a hub."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +42,20 @@ class Parts:
     store: AsyncStore
     controller: Controller
     serving: Serving
+    runs: Runs
+    samplers: Samplers
+    base: ServedBase
     telemetry: Telemetry
     max_context: int
     """Tokens that the base can attend to."""
     hub: Hub
     scratch: Path
     """Where archives lie while they are sent; emptied at start."""
+    download_key: bytes
+    """Signs addresses from which a file is fetched without a key."""
+    identities: Identities = field(default_factory=Identities)
     rates: Rates = field(default_factory=Rates)
+    passes: Room = field(default_factory=lambda: Room(MAX_PASS_BYTES_OF_ONE))
     uploads: Turns = field(default_factory=Turns)
     """One upload of a tenant at a time: so much is held in memory, and no more."""
     readings: Turns = field(default_factory=Turns)

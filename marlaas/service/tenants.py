@@ -8,12 +8,8 @@ from fastapi import APIRouter, Depends, Path, Query
 
 from marlaas import runtime
 from marlaas.errors import Conflict
-from marlaas.service.auth import (
-    Identity,
-    WithCaller,
-    WithIdentity,
-    WithOperator,
-)
+from marlaas.service.auth import WithCaller, WithIdentity, WithOperator
+from marlaas.service.identities import Identity
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.places import After, PageSize, named
 from marlaas.service.wire.tenants import (
@@ -171,9 +167,11 @@ def _change(store: Store, tenant_id: TenantId, body: TenantChange) -> Tenant:
 @operators.delete("/v1/tenants/{tenant}", status_code=204)
 async def delete_tenant(operator: WithOperator, parts: WithParts, tenant: TenantName) -> None:
     """Remove a tenant with every row, file and key. None of its jobs may be queued or running."""
+    await parts.runs.drop_tenant(tenant)
     await parts.controller.purge_tenant(tenant)
     parts.hub.end(tenant_id=tenant)
     parts.rates.forget(tenant)
+    parts.identities.forget()
     await _audit(parts, operator, "delete tenant", tenant, {})
     await _tell_loop(parts)
 
@@ -264,6 +262,7 @@ async def _list_keys(parts: Parts, tenant_id: TenantId) -> KeyList:
 
 async def _revoke(parts: Parts, operator: Identity, tenant_id: TenantId, key_id: str) -> None:
     await parts.store.call(Store.revoke_key, tenant_id, key_id)
+    parts.identities.forget()
     parts.hub.end(key_id=key_id)
     await _audit(parts, operator, "revoke key", tenant_id, {"key_id": key_id})
 
@@ -275,5 +274,6 @@ async def _audit(
 
 
 async def _tell_loop(parts: Parts) -> None:
-    """New shares and limits apply to what runs."""
+    """New shares and limits apply to what runs, and to what comes next."""
+    parts.identities.forget()
     parts.controller.tenants_changed(await parts.store.call(Store.tenants))

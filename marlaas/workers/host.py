@@ -26,8 +26,8 @@ from marlaas.engine.generator import BatchGenerator
 from marlaas.engine.trainer import LoraTrainer
 from marlaas.engine.types import SequenceRequest, SequenceResult
 from marlaas.errors import Conflict, InvalidRequest, MarlaasError, NotFound
+from marlaas.model.bank import Slot
 from marlaas.model.base import BaseModel
-from marlaas.model.lora import Slot
 from marlaas.runtime import cpu_s, now_s, rss_bytes
 from marlaas.types import (
     AdapterSpec,

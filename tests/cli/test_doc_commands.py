@@ -13,7 +13,14 @@ from marlaas.envs.math import INSTRUCTIONS
 from marlaas.service import adapters, jobs, operating, records, sampling, tenants, uploads
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/client.md", "docs/operations.md", "docs/api.md", "docs/jobs.md")
+PAGES = (
+    "README.md",
+    "docs/client.md",
+    "docs/operations.md",
+    "docs/api.md",
+    "docs/jobs.md",
+    "docs/tinker.md",
+)
 ROUTERS = (
     *(module.router for module in (jobs, records, adapters, sampling, tenants, operating, uploads)),
     operating.open_routes,

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from marlaas.engine.adapter_io import target_kinds
 from marlaas.engine.trainer import LoraTrainer
-from marlaas.model.lora import Slot
+from marlaas.model.bank import Slot
 from marlaas.types import AdapterSpec, Datum
 
 VOCAB = 128

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import marlaas
 from marlaas.engine import adapter_io
 from marlaas.engine.adapter_io import (
     CONFIG_NAME,
@@ -26,9 +27,10 @@ from marlaas.engine.adapter_io import (
 from marlaas.engine.trainer import LoraTrainer
 from marlaas.errors import InvalidRequest, NotFound, UnsupportedFeature
 from marlaas.model.attention import PackedSequences
-from marlaas.model.base import BaseModel
-from marlaas.model.lora import LoraBatch, Segment, Slot
-from marlaas.types import AdapterSpec
+from marlaas.model.bank import Slot
+from marlaas.model.base import BaseModel, load_base
+from marlaas.model.lora import LoraBatch, Segment
+from marlaas.types import AdamParams, AdapterSpec, Datum, Objective
 from tests.engine.data import VOCAB, host
 from tests.models import random_llama, random_qwen3, stock_llama, stock_qwen3
 
@@ -37,6 +39,8 @@ torch.set_num_threads(1)
 EVERYTHING = ("attention", "mlp", "head")
 SPEC = AdapterSpec(rank=5, alpha=7.0, targets=EVERYTHING, seed=1)
 """Its rank is not its bucket's, its alpha not its rank."""
+
+TINY = Path(marlaas.__file__).parent / "assets/tiny"
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, 50)
 
@@ -83,6 +87,39 @@ def test_a_saved_adapter_gives_the_same_logits_in_peft(
     logits = peft_logits(peft_model(stock, tmp_path / "p"))
     assert (logits - base_logits).abs().max() > 0.1, "the adapter does something"
     torch.testing.assert_close(our_logits(base, slot), logits, rtol=0, atol=1e-4)
+
+
+def test_a_wide_adapter_on_everything_of_the_shipped_base_trains_and_loads_in_peft(
+    tmp_path: Path,
+) -> None:
+    base = load_base(TINY)
+    trainer = LoraTrainer(base)
+    spec = AdapterSpec(rank=32, alpha=32.0, targets=EVERYTHING, seed=3)
+    layout = trainer.create("p", spec).layout
+    slot = base.bank.allocate(rank=32, scale=1.0, kinds=target_kinds(spec))
+    base.bank.write(slot, trainer.weights("p"))
+    weights = np.ones(len(TOKENS), dtype=np.float32)
+    weights[0] = 0.0
+    datum = Datum(
+        tokens=TOKENS.astype(np.int32),
+        weights=weights,
+        advantages=0 * weights,
+        sampling_logprobs=0 * weights,
+    )
+    losses = []
+    for _ in range(3):
+        trainer.submit_forward_backward("p", slot, [datum], Objective(name="cross_entropy"), 0)
+        ((_, (output,)),) = trainer.step()[0]
+        losses.append(output.loss)
+        trainer.optim_step("p", AdamParams(lr=1e-3, eps=1e-12))
+        base.bank.write(slot, trainer.weights("p"))
+    assert losses[2] < losses[1] < losses[0]
+    save_adapter(tmp_path / "p", trainer.weights("p"), spec, layout, base_name="tiny")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stock = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    logits = peft_logits(peft_model(stock, tmp_path / "p"))
+    torch.testing.assert_close(our_logits(base, slot), logits, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("use_rslora", [False, True])

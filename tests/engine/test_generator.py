@@ -14,8 +14,9 @@ from marlaas.engine.sampler import uniforms
 from marlaas.engine.types import SequenceRequest, SequenceResult
 from marlaas.errors import CapacityExceeded, InvalidRequest, UnsupportedFeature
 from marlaas.model.attention import PackedSequences
+from marlaas.model.bank import Slot
 from marlaas.model.base import BaseModel
-from marlaas.model.lora import LoraBatch, Segment, Slot
+from marlaas.model.lora import LoraBatch, Segment
 from marlaas.types import SamplingParams, StopReason
 from tests.models import ALL_KINDS, random_adapter, random_adapters, random_llama, random_qwen3
 
@@ -412,6 +413,8 @@ def test_scores_that_cannot_be_had_are_refused(wrong, problem):
     generator = make(random_llama())
     with pytest.raises(InvalidRequest, match=problem):
         generator.submit(ask("r", prompt(4), **wrong))
+    with pytest.raises(InvalidRequest, match=r"shape \(4, 1\): expected \(T,\)"):
+        generator.submit(ask("r", prompt(4)[:, None]))
     assert not generator.has_work
 
 

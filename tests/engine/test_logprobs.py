@@ -11,8 +11,9 @@ from marlaas.engine.logprobs import (
     cut_head_chunks,
     selected_logprobs,
 )
+from marlaas.model.bank import Slot
 from marlaas.model.base import BaseModel
-from marlaas.model.lora import Segment, Slot
+from marlaas.model.lora import Segment
 from tests.models import ALL_KINDS, BLOCK_KINDS, random_adapter, random_llama
 
 torch.set_num_threads(1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from marlaas.engine.packing import (
+    MAX_CHUNK_CELLS,
     MAX_MASKED,
     MIN_FILL,
     VECTOR_ELEMENTS,
@@ -23,7 +24,8 @@ from marlaas.engine.packing import (
     pack,
 )
 from marlaas.engine.trainer import LoraTrainer
-from marlaas.model.lora import Segment, Slot
+from marlaas.model.bank import Slot
+from marlaas.model.lora import Segment
 from marlaas.types import AdapterSpec, Datum, Objective
 from tests.engine.data import host, random_datum, random_group
 from tests.models import random_llama, random_qwen3
@@ -67,6 +69,22 @@ def test_data_are_cut_in_order_into_whole_data_within_the_budget() -> None:
     assert bounds(chunks) == [(0, 2), (2, 3), (3, 4), (4, 6)]
     assert [chunk.cost for chunk in chunks] == [60, 50, 120, 90]
     assert submission.num_chunks_left == 4
+
+
+def test_equal_data_with_many_targets_are_cut_by_what_is_scored() -> None:
+    shape = (33, 128)
+    zeros = np.zeros(shape, dtype=np.float32)
+    datum = replace(
+        full_datum(33),
+        targets=np.zeros(shape, dtype=np.int32),
+        weights=np.ones(shape, dtype=np.float32),
+        advantages=zeros,
+        sampling_logprobs=zeros,
+    )
+    chunks = cut(submit([datum] * 100), LINEAR, 512)
+    assert bounds(chunks) == [(0, 64), (64, 100)]
+    assert [chunk.cost for chunk in chunks] == [32, 32]
+    assert MAX_CHUNK_CELLS == 64 * 32 * 128
 
 
 def test_the_quadratic_cost_of_attention_counts() -> None:

@@ -425,6 +425,11 @@ def spoilt(value: float) -> np.ndarray:
     ("change", "problem"),
     [
         ({"tokens": np.array([1, 2, VOCAB] + [0] * 9, np.int32)}, r"tokens\[2\] = 128; .* 0..127"),
+        ({"tokens": np.zeros((12, 1), np.int32)}, r"tokens has shape \(12, 1\); expected \(T,\)"),
+        ({"tokens": np.array(3, np.int32)}, r"tokens has shape \(\)"),
+        ({"targets": np.array(3, np.int32)}, r"targets has shape \(\)"),
+        ({"weights": np.zeros(12, bool)}, "weights has dtype bool; expected float32"),
+        ({"advantages": np.zeros(12, np.float16)}, "advantages has dtype float16"),
         ({"tokens": np.zeros(12, np.float32)}, "tokens has dtype float32; expected int32"),
         ({"targets": np.full(12, -2, np.int32)}, r"targets\[0\] = -2; expected -1..127"),
         ({"targets": np.zeros((12, 0), np.int32)}, r"targets has shape \(12, 0\); .*\(12, K\)"),
@@ -473,6 +478,13 @@ def test_every_fault_of_a_submission_is_named_at_once() -> None:
     assert len(refusal.value.problems) == len(data)
     with pytest.raises(InvalidRequest, match="no data"):
         trainer.submit_forward_backward("p", slot, [], DPPO, 0)
+    ones = np.ones((512, 256), dtype=np.float32)
+    huge = Datum(
+        tokens=np.zeros(512, np.int32), targets=np.zeros((512, 256), np.int32), weights=0 * ones,
+        advantages=ones, sampling_logprobs=ones,
+    )  # fmt: skip
+    with pytest.raises(InvalidRequest, match="16908288 targets in all; expected at most 16777216"):
+        trainer.submit_forward_backward("p", slot, [huge] * 129, DPPO, 0)
 
 
 @pytest.mark.parametrize(

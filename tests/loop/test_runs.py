@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from marlaas import runtime
-from marlaas.errors import Conflict, NotFound, QuotaExceeded
+from marlaas.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded
 from marlaas.loop.fairness import TokenCounts
 from marlaas.loop.operations import (
     Body,
     ForwardBackward,
     LoadWeights,
     OperationKind,
-    OptimStep,
     QueueState,
     Result,
     SaveForSampler,
@@ -32,22 +31,20 @@ from marlaas.loop.usage import UNLIMITED, Tenants
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.types import (
-    AdamParams,
     AdapterSpec,
-    Datum,
     JobSpec,
     Objective,
+    PolicyId,
     Quotas,
     Run,
     Session,
     Tenant,
 )
-from tests.fakes import ALPHABET, FakePolicy, FakeWorker, Speed, logprobs_of
+from tests.driving import STEP, datum, faulty, reference, train
+from tests.fakes import ALPHABET, FakePolicy, FakeWorker, SlowStore, Speed
 
 ACME, OTHER = "acme", "other"
-ADAM = AdamParams(lr=0.5)
 PLENTY_S = 1e5
-CROSS_ENTROPY = Objective(name="cross_entropy")
 
 
 @pytest.fixture(autouse=True)
@@ -55,31 +52,6 @@ def faults(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """No test passes in which a fault of the server was written to the log."""
     yield
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
-
-
-def datum(letters: str = "abc", weight: float = 1.0, **changes: object) -> Datum:
-    """Teach the fake policy to say what follows the first letter."""
-    tokens = np.frombuffer(letters.encode(), dtype=np.uint8).astype(np.int32)
-    weights = np.full(len(tokens), weight, dtype=np.float32)
-    weights[0] = 0
-    zeros = np.zeros(len(tokens), dtype=np.float32)
-    made = Datum(tokens=tokens, weights=weights, advantages=zeros, sampling_logprobs=zeros)
-    return replace(made, **changes)
-
-
-def train(*letters: str, **changes: object) -> ForwardBackward:
-    return ForwardBackward(
-        data=[datum(one) for one in letters or ("abc",)], objective=CROSS_ENTROPY, **changes
-    )
-
-
-def faulty() -> ForwardBackward:
-    return ForwardBackward(
-        data=[datum(advantages=np.zeros(7, np.float32))], objective=CROSS_ENTROPY
-    )
-
-
-STEP = OptimStep(adam=ADAM)
 
 
 @dataclass
@@ -156,16 +128,19 @@ async def serving(
     quotas: Quotas = UNLIMITED,
     settings: RunnerSettings | None = None,
     is_killed: bool = False,
+    make: type[FakeWorker] = FakeWorker,
+    store_s: float = 0.0,
     **worker: object,
 ) -> AsyncIterator[Server]:
     """Serve from a folder; `is_killed`: the process ends without a word."""
     store = Store(root)
-    fakes = [FakeWorker(f"worker-{i}", speed=speed or Speed(), **worker) for i in range(workers)]
+    fakes = [make(f"worker-{i}", speed=speed or Speed(), **worker) for i in range(workers)]
     tenants = Tenants({})
     tenants.change([Tenant(tenant_id=ACME, quotas=quotas)])
     placement = Placement(fakes, tenants.weights)
+    calls = SlowStore(store, call_s=store_s, seed=0) if store_s else None
     threadless = AsyncStore(store, is_threaded=False)
-    runs = Runs(placement, threadless, tenants=tenants, settings=settings)
+    runs = Runs(placement, calls or threadless, tenants=tenants, settings=settings)
     await runs.start()
     try:
         yield Server(store, fakes, runs, placement, tenants)
@@ -177,23 +152,6 @@ async def serving(
 
 def virtually(main: Coroutine) -> None:
     runtime.run_virtual(main)
-
-
-def reference(batches: Sequence[Sequence[str]], lr: float = ADAM.lr) -> np.ndarray:
-    """Return the weights that training on batches, one step each, gives."""
-    logits = np.zeros(len(ALPHABET))
-    for batch in batches:
-        gradient = None
-        for letters in batch:
-            one = datum(letters)
-            trained = np.flatnonzero(one.weights)
-            counts = np.zeros(len(ALPHABET))
-            for token in one.tokens[trained].tolist():
-                counts[ALPHABET.tolist().index(token)] += 1.0
-            counts -= float(len(trained)) * np.exp(logprobs_of(logits))
-            gradient = counts if gradient is None else gradient + counts
-        logits = logits + lr * gradient
-    return logits
 
 
 def value(result: Result) -> object:
@@ -289,6 +247,35 @@ def test_a_refused_request_uses_its_number_up(tmp_path: Path) -> None:
     virtually(main())
 
 
+def test_a_refused_pass_spoils_the_step_behind_it_and_no_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as server:
+            run = await server.new()
+            await server.runs.reject(ACME, run, 3, "a bad datum")
+            await server.send(run, train("ab"), STEP)
+            server.numbers[run] = 3
+            results = await server.do(run, train("cc"), STEP, train("abb"), STEP)
+            assert (await done(server, f"op:{run}:2")).error == ""
+            assert [result.category for result in results] == ["", "user", "", ""]
+            np.testing.assert_array_equal(server.weights(run), reference([["ab"], ["abb"]]))
+
+    virtually(main())
+
+
+def test_a_worker_holds_one_version_of_a_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as server:
+            run = await server.new()
+            save = SaveForSampler(name="a")
+            await server.do(run, train("ab"), STEP, save, train("ab"), STEP, STEP, STEP)
+            await asyncio.sleep(1.0)
+            assert len(server.policy(run).live) == 0  # the newest one lives once it is saved
+            await server.do(run, replace(save, name="b"))
+            assert list(server.policy(run).live) == [4]
+
+    virtually(main())
+
+
 def test_a_refusal_ahead_of_its_turn_is_known_after_a_restart(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, is_killed=True) as server:
@@ -365,6 +352,63 @@ def test_an_unknown_request_and_another_tenants_look_alike(tmp_path: Path) -> No
             with pytest.raises(NotFound):
                 await server.runs.reject(OTHER, run, 1, "no")
             await server.do(run, train())
+
+    virtually(main())
+
+
+def test_a_run_that_no_base_can_have_fails_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    class StrictWorker(FakeWorker):
+        async def create(self, policy_id: PolicyId, spec: AdapterSpec) -> str:
+            raise InvalidRequest("rank = 8; expected less")
+
+    async def main() -> None:
+        async with serving(tmp_path, make=StrictWorker) as server:
+            run = await server.new()
+            results = await server.do(run, train(), STEP)
+            assert [result.category for result in results] == ["user", "user"]
+            assert "expected less" in results[0].error
+            await asyncio.sleep(1.0)
+            assert server.runs._runners == {} and server.placement._assigned == {}
+
+    virtually(main())
+
+
+def test_what_was_accepted_is_executed_though_its_client_left_meanwhile(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, store_s=0.1) as server:
+            run = await server.new()
+            sending = asyncio.create_task(server.runs.submit(ACME, run, 1, train("ab")))
+            await asyncio.sleep(0.01)
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            await done(server, await server.runs.submit(ACME, run, 2, STEP))
+            np.testing.assert_array_equal(server.weights(run), reference([["ab"]]))
+            assert runtime.now_s() < 30.0
+
+    virtually(main())
+
+
+def test_a_fault_of_ours_costs_one_operation_and_no_other_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class BrokenWorker(FakeWorker):
+        async def forward_backward(self, policy_id: PolicyId, data: Sequence, objective: Objective):
+            if len(data) == 3:
+                raise ZeroDivisionError
+            return await super().forward_backward(policy_id, data, objective)
+
+    async def main() -> None:
+        async with serving(tmp_path, make=BrokenWorker) as server:
+            run, other = await server.new(), await server.new(1)
+            results = await server.do(run, train("ab"), train("ab", "ab", "ab"), STEP)
+            assert [result.category for result in results] == ["", "server", "user"]
+            assert "ZeroDivisionError" in results[1].error
+            for made, letters in ((run, "abb"), (other, "ac")):
+                (_, step) = await server.do(made, train(letters), STEP)
+                assert step.error == ""
+            np.testing.assert_array_equal(server.weights(run), reference([["abb"]]))
+        caplog.clear()
 
     virtually(main())
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from marlaas.model.attention import PackedSequences
+from marlaas.model.bank import Slot
 from marlaas.model.base import BaseModel
-from marlaas.model.lora import LoraBatch, Segment, Slot
+from marlaas.model.lora import LoraBatch, Segment
 from marlaas.model.lora_decode import DecodePart
 from tests.models import ALL_KINDS, random_adapter, random_adapters, random_llama
 

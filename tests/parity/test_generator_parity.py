@@ -13,8 +13,9 @@ import torch
 from marlaas.engine.generator import BatchGenerator
 from marlaas.engine.types import SequenceRequest, SequenceResult
 from marlaas.model.attention import PackedSequences
+from marlaas.model.bank import Slot
 from marlaas.model.base import BaseModel
-from marlaas.model.lora import LoraBatch, Segment, Slot
+from marlaas.model.lora import LoraBatch, Segment
 from marlaas.types import SamplingParams
 from tests.models import ALL_KINDS, random_adapters, random_llama, random_qwen3, stock_llama
 

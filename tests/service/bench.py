@@ -11,9 +11,11 @@ from fastapi import FastAPI
 
 from marlaas.config import ServeSettings
 from marlaas.loop.controller import Controller, LoopSettings
+from marlaas.loop.runs import Runs
+from marlaas.loop.samplers import Samplers
 from marlaas.loop.serving import Serving
 from marlaas.service.app import make_app
-from marlaas.service.parts import Parts
+from marlaas.service.parts import Parts, ServedBase
 from marlaas.service.streams import Hub
 from marlaas.service.telemetry import Telemetry
 from marlaas.store.async_store import AsyncStore
@@ -116,17 +118,25 @@ async def bench(
         on_stage=telemetry.stage_done,
         settings=LoopSettings(max_running_jobs=settings.max_running_jobs),
     )  # fmt: skip
+    serving = Serving(controller.placement, store, Tokenizer(), tenants=controller.tenants)
     parts = Parts(
         settings=settings,
         store=store,
         controller=controller,
-        serving=Serving(controller.placement, store, Tokenizer(), tenants=controller.tenants),
+        serving=serving,
+        runs=Runs(controller.placement, store, tenants=controller.tenants),
+        samplers=Samplers(serving, store),
+        base=ServedBase(
+            names=("tiny", *settings.model_aliases), architecture="Fake", tokenizer_id="/tiny"
+        ),
+        download_key=b"0" * 32,
         telemetry=telemetry,
         hub=Hub(store, heartbeat_s=settings.heartbeat_s, max_streams=settings.max_streams),
         max_context=workers[0].capabilities.max_context,
         scratch=root / "scratch",
     )
     keys = await store.call(_populate, quotas)
+    await parts.runs.start()
     controller.tenants_changed(await store.call(Store.tenants))
     app = make_app(parts)
     running = asyncio.create_task(controller.serve()) if is_running else None
@@ -141,6 +151,8 @@ async def bench(
                 controller.stop()
                 await asyncio.wait_for(running, 10)
         finally:
+            await parts.runs.close()
+            await parts.samplers.close()
             await parts.serving.close()
             await store.close()
 

@@ -1,5 +1,6 @@
 """The worker from the inside: versions and slots, order within a policy, who is touched by what."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -382,3 +383,118 @@ def test_a_fork_is_live_with_the_weights_it_began_from(calls: Calls, tmp_path: P
     assert isinstance(stepped, m.ReplyStep) and stepped.result.version == 1
     taken = calls.ask(m.CreateFrom(fork, AdapterSpec(), str(tmp_path / "v1")))
     assert isinstance(taken, m.ReplyError) and taken.code == "Conflict"
+
+
+# ---------------------------------------------------------------------------------------------
+# Verbs of clients that drive a policy step by step
+
+
+def test_a_cleared_gradient_leaves_a_step_of_the_clock(calls: Calls) -> None:
+    calls.send(train(A))
+    waiting = calls.send(m.ZeroGrad(A))
+    behind = calls.send(step(A))
+    assert waiting not in calls.replies, "it waits for the pass before it"
+    calls.finish()
+    assert isinstance(calls.replies[waiting], m.ReplyNone)
+    first = calls.replies[behind]
+    assert isinstance(first, m.ReplyStep)
+    assert (first.result.version, first.result.grad_norm) == (1, 0.0)
+    poisoned = train(A, seed=1)
+    poisoned.data[0].weights[-1] = 3e38
+    poisoned.data[0].advantages[-1] = 1e3
+    calls.ask(poisoned)
+    calls.ask(m.ZeroGrad(A))
+    calls.ask(train(A))
+    second = calls.ask(step(A))
+    assert isinstance(second, m.ReplyStep)
+    assert second.result.grad_norm > 0 and not second.result.is_vetoed
+
+
+def test_a_state_is_saved_as_of_the_last_step_in_the_order_of_calls(
+    calls: Calls, tmp_path: Path
+) -> None:
+    early, late = str(tmp_path / "early"), str(tmp_path / "late")
+    calls.send(m.SaveState(A, early))
+    calls.send(train(A))
+    stepping, saving = calls.send(step(A)), calls.send(m.SaveState(A, late))
+    assert saving not in calls.replies
+    calls.finish()
+    stepped = calls.replies[stepping]
+    assert isinstance(stepped, m.ReplyStep) and isinstance(calls.replies[saving], m.ReplyNone)
+    calls.send(train(A, seed=1))
+    calls.finish()
+    calls.ask(m.SaveState(A, str(tmp_path / "again")))
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "late").read_bytes()
+    expected = calls.ask(step(A))
+    for path, version in ((early, 0), (late, 1)):
+        calls.ask(m.Remove(A))
+        loaded = calls.ask(m.Load(A, path))
+        assert isinstance(loaded, m.ReplyStep) and loaded.result.version == version
+    assert loaded.result.adapter_hash == stepped.result.adapter_hash
+    calls.send(train(A, seed=1))
+    assert calls.ask(step(A)) == expected
+    refused = calls.ask(m.SaveState(PolicyId("acme/none"), late))
+    assert isinstance(refused, m.ReplyError) and refused.code == "NotFound"
+
+
+def test_the_newest_version_is_scored_before_it_is_live(calls: Calls) -> None:
+    data = train(A).data
+    calls.send(train(A))
+    calls.ask(step(A, lr=0.5))
+    before = calls.ask(m.Forward(A, 1, data))
+    calls.ask(m.Publish(A, 1))
+    after = calls.ask(m.Forward(A, 1, data))
+    old = calls.ask(m.Forward(A, 0, data))
+    assert isinstance(before, m.ReplyOutputs) and isinstance(after, m.ReplyOutputs)
+    assert isinstance(old, m.ReplyOutputs)
+    assert (before.outputs[0].logprobs == after.outputs[0].logprobs).all()
+    assert (before.outputs[0].logprobs != old.outputs[0].logprobs).any()
+    refused = calls.ask(m.Forward(A, 2, data))
+    assert isinstance(refused, m.ReplyError) and refused.code == "Conflict"
+
+
+def test_what_is_asked_of_tokens_comes_back_over_the_wire(calls: Calls) -> None:
+    request = replace(
+        generate(A).request,
+        prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        target_prompt_ids=np.full((5, 3), 7, dtype=np.int32),
+        prompt_alt_tokens_k=4,
+        prompt_logprobs_from=2,
+        topk_sample_logprobs=6,
+    )
+    _, _, type_ = m.unpack_header(frame := m.pack(1, m.Generate(request)))
+    message = m.unpack_body(type_, frame[m.HEADER_BYTES :])
+    reply = calls.ask(message)  # type: ignore[arg-type]
+    _, _, type_ = m.unpack_header(frame := m.pack(1, reply))
+    read = m.unpack_body(type_, frame[m.HEADER_BYTES :])
+    assert isinstance(read, m.ReplyCompletion)
+    completion = read.completion
+    assert completion.prompt_logprobs.shape == (5,)
+    assert completion.topk_prompt_ids.shape == completion.topk_prompt_logprobs.shape == (5, 2)
+    assert completion.target_prompt_logprobs.shape == (5, 3)
+    assert completion.prompt_alt_ids.shape == completion.prompt_alt_logprobs.shape == (5, 4)
+    assert completion.topk_sample_ids.shape == completion.topk_sample_logprobs.shape == (8, 6)
+    assert np.isnan(completion.target_prompt_logprobs[:2]).all()
+    assert np.isfinite(completion.target_prompt_logprobs[2:]).all()
+
+
+def test_targets_and_their_outputs_come_back_over_the_wire(calls: Calls) -> None:
+    shape = (12, 3)
+    weights = np.ones(shape, dtype=np.float32)
+    weights[0] = 0.0
+    datum = replace(
+        train(A).data[0],
+        weights=weights,
+        advantages=weights,
+        sampling_logprobs=-4 * weights,
+        targets=np.arange(36, dtype=np.int32).reshape(shape),
+        is_scored_everywhere=True,
+        loss_inputs={"clip_low": 0.2 * weights},
+    )
+    frame = m.pack(1, m.ForwardBackward(A, [datum], Objective(name="ppo")))
+    _, _, type_ = m.unpack_header(frame)
+    reply = calls.ask(m.unpack_body(type_, frame[m.HEADER_BYTES :]))  # type: ignore[arg-type]
+    assert isinstance(reply, m.ReplyOutputs)
+    logprobs = reply.outputs[0].logprobs
+    assert logprobs.shape == shape and (logprobs[1:] < 0).all() and (logprobs[0] == 0).all()

@@ -1,0 +1,232 @@
+"""Requests to sample, from JSON to our records; and completions, to protobuf.
+
+    | client's `stop` | ends a sample                                            |
+    |-----------------|----------------------------------------------------------|
+    | none            | the base's own stop tokens                               |
+    | text, or a list | the base's own stop tokens never; a text of these, kept  |
+    | token ids       | only one of these, kept                                  |
+    | empty list      | nothing but `max_tokens`                                 |
+
+- Positions: row i of a client's matrix over the prompt is about token i + 1; ours have a row for
+  each token, of which the first is about nothing.
+- A matrix of targets is answered in the layout in which it came, dense or sparse.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from marlaas.errors import InvalidRequest, UnsupportedFeature
+from marlaas.loop.dispatch import Extras
+from marlaas.loop.samplers import SampleRequest
+from marlaas.service.tinker import schema
+from marlaas.service.tinker.bodies import PromptBody, SampleBody, TensorBody, number
+from marlaas.service.tinker.tensors import Csr, check_csr, from_list, pack, write_tensor
+from marlaas.types import Completion, StopReason
+
+MAX_TOP_K = 64
+"""Most likely tokens, alternatives or targets at each position."""
+MAX_SAMPLES = 1024
+"""Of one request."""
+_MAX_ID = 1 << 31
+_NO_CELL = -1
+_EMPTY_LOGPROB = np.float32(-99999.0)
+"""What a client takes for a cell without a token."""
+
+
+def read_sample(body: SampleBody) -> SampleRequest:
+    """Return what a client wants to have sampled. Whether it fits the base, its sampler says.
+
+    Raises:
+        InvalidRequest: says which field and what would be right.
+    """
+    # `record_stability_info` is taken and not needed: `losses.py` trains without.
+    tokens = read_prompt(body.prompt)
+    sampling = body.sampling_params
+    stop_token_ids, stop_strings = _stops(sampling.stop)
+    most = (
+        None
+        if sampling.max_tokens is None
+        else number("sampling_params.max_tokens", sampling.max_tokens, 1, _MAX_ID)
+    )
+    return SampleRequest(
+        tokens=tokens,
+        n=number("num_samples", body.num_samples, 1, MAX_SAMPLES),
+        max_tokens=most,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=max(0, number("sampling_params.top_k", sampling.top_k, -1, _MAX_ID)),
+        seed=_seed(sampling.seed),
+        stop_token_ids=stop_token_ids,
+        stop_strings=stop_strings,
+        extras=_extras(body, len(tokens)),
+    )
+
+
+def read_prompt(prompt: PromptBody) -> np.ndarray:
+    """Return the ids of a prompt, its chunks joined.
+
+    Raises:
+        InvalidRequest: a chunk that is no text, or a number that is no id.
+    """
+    ids: list[int] = []
+    for index, chunk in enumerate(prompt.chunks):
+        if chunk.type != "encoded_text":
+            raise UnsupportedFeature(
+                f"prompt.chunks[{index}]: {chunk.type[:40]} chunks are not supported; expected "
+                "encoded_text"
+            )
+        ids += chunk.tokens
+    return _ids("prompt", ids)
+
+
+def _ids(where: str, ids: Sequence[int]) -> np.ndarray:
+    """Return numbers as ids; which of them the base has, the engine knows."""
+    if ids and not (min(ids) >= 0 and max(ids) < _MAX_ID):
+        wrong = next(id for id in ids if not 0 <= id < _MAX_ID)
+        raise InvalidRequest(f"{where}: {str(wrong)[:40]} is no token id")
+    return np.asarray(ids, dtype=np.int32)
+
+
+def _seed(seed: int | None) -> int | None:
+    """Return a seed of 63 bits: what is over that folds onto others."""
+    if seed is None:
+        return None
+    return number("sampling_params.seed", seed, -(1 << 63), (1 << 64) - 1) & ((1 << 63) - 1)
+
+
+def _stops(
+    stop: str | list[str | int] | None,
+) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+    """Return ids (None: the base's own) and texts that end a sample."""
+    if stop is None:
+        return None, ()
+    if isinstance(stop, str):
+        return (), (stop,)
+    ids = [each for each in stop if isinstance(each, int)]
+    strings = [each for each in stop if isinstance(each, str)]
+    if ids and strings:
+        raise InvalidRequest("sampling_params.stop: expected texts or token ids, not both")
+    return tuple(_ids("sampling_params.stop", ids).tolist()), tuple(strings)
+
+
+def _extras(body: SampleBody, num_tokens: int) -> Extras:
+    last_n = body.prompt_logprobs_last_n
+    start = 0
+    if last_n is not None:
+        if not body.prompt_logprobs:
+            raise InvalidRequest("prompt_logprobs_last_n: needs prompt_logprobs")
+        start = num_tokens - number("prompt_logprobs_last_n", last_n, 1, max(1, num_tokens - 1))
+    targets = body.target_prompt_logprobs
+    return Extras(
+        prompt_logprobs=bool(body.prompt_logprobs),
+        topk_prompt_logprobs=number(
+            "topk_prompt_logprobs", body.topk_prompt_logprobs, 0, MAX_TOP_K
+        ),
+        topk_sample_logprobs=number(
+            "topk_sample_logprobs", body.topk_sample_logprobs, 0, MAX_TOP_K
+        ),
+        target_prompt_ids=None if targets is None else _targets(targets, num_tokens),
+        prompt_logprobs_from=start,
+        prompt_alt_tokens_k=number("prompt_alt_tokens_k", body.prompt_alt_tokens_k, 0, MAX_TOP_K),
+    )
+
+
+_TARGETS = "target_prompt_logprobs"
+
+
+def _targets(body: TensorBody, num_tokens: int) -> np.ndarray:
+    """Return the ids to score as int32 [T, K], -1 where there is no cell."""
+    if body.dtype != "int64":
+        raise InvalidRequest(f"{_TARGETS}.dtype: got {body.dtype[:40]!r}; expected int64")
+    shape = [number(f"{_TARGETS}.shape", size, 0, _MAX_ID) for size in body.shape or ()]
+    if len(shape) != 2 or shape[0] != num_tokens - 1 or not 1 <= shape[1] <= MAX_TOP_K:
+        raise InvalidRequest(
+            f"{_TARGETS}.shape: got {shape[:4]}; expected [{num_tokens - 1}, K] with K from 1 to "
+            f"{MAX_TOP_K}"
+        )
+    values = from_list(f"{_TARGETS}.data", _checked_ids(body.data), None)
+    sparse = _sparse(body, values, (shape[0], shape[1]))
+    if sparse is not None:
+        cells = sparse.dense(_NO_CELL)
+    elif values.size != shape[0] * shape[1]:
+        raise InvalidRequest(f"{_TARGETS}.data: {values.size} values; expected the shape's number")
+    else:
+        cells = values.reshape(shape)
+    first = np.full((1, shape[1]), _NO_CELL)
+    return np.concatenate([first, cells]).astype(np.int32)
+
+
+def _checked_ids(data: Sequence[int | float]) -> list[int]:
+    for value in data:
+        if not isinstance(value, int) or not _NO_CELL <= value < _MAX_ID:
+            raise InvalidRequest(f"{_TARGETS}.data: {str(value)[:40]} is no token id, and not -1")
+    return [int(value) for value in data]
+
+
+def _sparse(body: TensorBody, values: np.ndarray, shape: tuple[int, int]) -> Csr | None:
+    if body.sparse_crow_indices is None and body.sparse_col_indices is None:
+        return None
+    crow, col = (
+        np.asarray(
+            [number(f"{_TARGETS}.{name}", each, 0, _MAX_ID) for each in indices or ()], np.int64
+        )
+        for name, indices in (
+            ("sparse_crow_indices", body.sparse_crow_indices),
+            ("sparse_col_indices", body.sparse_col_indices),
+        )
+    )
+    return check_csr(_TARGETS, values, crow, col, shape)
+
+
+# ---------------------------------------------------------------------------------------------
+# Results
+
+
+def encode_samples(completions: Sequence[Completion]) -> bytes:
+    """Return completions of one prompt as protobuf; what is said of the prompt, the first says."""
+    message = schema.SampleResponse()
+    for completion in completions:
+        sequence = message.sequences.add()
+        sequence.stop_reason = _stop_reason(completion.stop_reason)
+        sequence.tokens = pack(completion.tokens, "<i4")
+        sequence.logprobs = pack(completion.logprobs, "<f4")
+        if completion.topk_sample_ids is not None and completion.topk_sample_logprobs is not None:
+            _write_topk(
+                sequence.topk_sampled_logprobs,
+                completion.topk_sample_ids,
+                completion.topk_sample_logprobs,
+            )
+    _write_prompt(message, completions[0])
+    return message.SerializeToString()
+
+
+def _stop_reason(reason: StopReason) -> int:
+    is_stop = reason in (StopReason.STOP_TOKEN, StopReason.STOP_STRING)
+    return schema.STOP if is_stop else schema.LENGTH
+
+
+def _write_prompt(message: Any, completion: Completion) -> None:
+    message.prompt_cache_hit_tokens = completion.num_cached_tokens
+    if completion.prompt_logprobs is not None:
+        message.prompt_logprobs = pack(completion.prompt_logprobs, "<f4")
+    if completion.topk_prompt_ids is not None and completion.topk_prompt_logprobs is not None:
+        _write_topk(
+            message.topk_prompt_logprobs,
+            completion.topk_prompt_ids,
+            completion.topk_prompt_logprobs,
+        )
+    if completion.target_prompt_logprobs is not None:
+        scores = np.nan_to_num(completion.target_prompt_logprobs[1:], nan=0.0)
+        write_tensor(message.target_prompt_logprobs, scores)
+    if completion.prompt_alt_ids is not None and completion.prompt_alt_logprobs is not None:
+        write_tensor(message.prompt_alt_tokens.tokens, completion.prompt_alt_ids[1:])
+        write_tensor(message.prompt_alt_tokens.logprobs, completion.prompt_alt_logprobs[1:])
+
+
+def _write_topk(message: Any, ids: np.ndarray, logprobs: np.ndarray) -> None:
+    is_empty = (ids < 0) | ~np.isfinite(logprobs)
+    message.token_ids = pack(np.where(is_empty, 0, ids), "<i4")
+    message.logprobs = pack(np.where(is_empty, _EMPTY_LOGPROB, logprobs), "<f4")
+    message.length, message.k = ids.shape
