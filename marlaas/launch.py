@@ -348,6 +348,7 @@ def _served_base(settings: ServeSettings, engine: EngineSettings) -> "ServedBase
         names=tuple(dict.fromkeys((settings.base, *settings.model_aliases))),
         architecture=(config.get("architectures") or [config.get("model_type", "")])[0],
         tokenizer_id=settings.tokenizer_id or engine.base_folder,
+        vocab_size=config["vocab_size"],
     )
 
 

@@ -61,13 +61,6 @@ async def export_trace(tenant: WithTenant, parts: WithParts, session_id: Session
     raise UnsupportedFeature("traces are an operator's: GET /v1/trace")
 
 
-@router.post("/sessions/search")
-async def search_sessions(tenant: WithTenant, request: Request) -> None:
-    """Sessions are listed, not searched."""
-    await read_body(request)
-    raise UnsupportedFeature("sessions are not searched here; GET /api/v1/sessions lists them")
-
-
 @router.get("/audit")
 async def audit_log(tenant: WithTenant, request: Request) -> None:
     """The audit log is the operator's."""
