@@ -58,6 +58,8 @@ class Tenant:
         for client in self.clients:
             client.close("success").result(timeout=WAIT_S)
         self.clients.clear()
+        holder = self.rest().holder
+        holder.run_coroutine_threadsafe(holder.aclose()).result(timeout=WAIT_S)
 
 
 def start(folder: Path, *flags: str) -> Running:
