@@ -65,7 +65,7 @@ class Tenant:
 def start(folder: Path, *flags: str) -> Running:
     """Start a service, of one worker if no flag says else, that also serves its base as `ALIAS`."""
     settings = folder / "settings.yaml"
-    settings.write_text(f"model_aliases: [{ALIAS}, {FOLDER}]\n")
+    settings.write_text(f"model_aliases: [{ALIAS}, {FOLDER}]\ntinker_gap_s: 3\n")
     running = Running(folder)
     running.start("--config", str(settings), *flags)
     return running

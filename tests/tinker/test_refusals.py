@@ -216,7 +216,7 @@ def test_a_sample_that_cannot_be_drawn_is_refused(service, params: dict, words: 
 
 @pytest.mark.parametrize(
     ("tokens", "samples", "words"),
-    [([], 1, "no tokens"), ([5, 2000], 1, "token ids"), ([5], 0, "num_samples"),
+    [([], 1, "empty"), ([5, 2000], 1, "2000"), ([5], 0, "num_samples"),
      ([5], 10**6, "num_samples")],
 )  # fmt: skip
 def test_a_prompt_that_cannot_be_is_refused(service, tokens, samples: int, words: str):
