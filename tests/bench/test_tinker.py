@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from marlaas.bench import tinker, tinker_client
+from marlaas.bench.processes import descendants
 from marlaas.bench.tinker_client import QUICK, Plan, Row
 from marlaas.cli.main import benchmarks
 from marlaas.errors import InvalidRequest
@@ -109,6 +111,27 @@ def test_every_verb_of_our_service_is_measured_and_none_is_refused(tmp_path, cap
     assert 0 < result["nll"] < 20
     assert result["start_s"] < result["ready_s"]
     assert result["memory_gb"] > 0.1
+
+
+def test_a_server_ends_with_the_benchmark_that_is_told_to_end(tmp_path):
+    """Told while it waits for a server that never answers."""
+    ready_file = tmp_path / "ready"
+    script = f"import time; open({str(ready_file)!r}, 'w').write('1'); time.sleep(600)"
+    program = (
+        "from marlaas.bench.tinker import _started\n"
+        f"with _started([{sys.executable!r}, '-c', {script!r}], 1, [], ''): pass"
+    )
+    bench = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        while not (ready_file.exists() and ready_file.read_text()):
+            assert bench.poll() is None
+            time.sleep(0.05)
+        (server,) = descendants(bench.pid)
+        bench.terminate()
+        assert bench.wait(60) == 143
+        assert not server.is_alive
+    finally:
+        bench.kill()
 
 
 def test_without_the_sdk_it_says_how_to_get_it(tmp_path):
