@@ -13,7 +13,7 @@ from marlaas.config import RunSettings
 from marlaas.envs.catalog import make_family
 from marlaas.launch import engine_settings, started
 from marlaas.loop.controller import Controller
-from marlaas.loop.serving import Serving, ServingSettings
+from marlaas.loop.serving import Extras, Serving, ServingSettings
 from marlaas.store.async_store import AsyncStore
 from marlaas.store.db import Store
 from marlaas.text.bases import resolve_base
@@ -183,5 +183,51 @@ def test_a_flood_of_served_adapters_changes_no_bit_of_seeded_jobs_and_mixes_up_n
             assert len({answer.adapter_hash for answer in alone}) == NUM_ADAPTERS
             assert curves(store) == curves(quiet)
             assert [len(curve) for curve in curves(store)] == [10, 10]
+
+    asyncio.run(scenario())
+
+
+def test_samples_share_prompts_within_a_tenant_only_and_no_bit_depends_on_that(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        settings = engine_settings(RunSettings(num_workers=1), "tiny", is_exact=True)
+        async with started(settings) as (worker,):
+            store = Store(tmp_path)
+            async with running(store, worker) as (_, serving):
+                prompt = serving.tokens("Once upon a time there was a very small model. " * 3)
+
+                async def ask(tenant: str, seed: int, n: int = 1) -> list[Completion]:
+                    sampling = SamplingParams(max_tokens=16, seed=seed)
+                    return await serving.sample(tenant, None, prompt, sampling, n)
+
+                def words(completions: Sequence[Completion]) -> list[tuple[bytes, bytes]]:
+                    return [(one.tokens.tobytes(), one.logprobs.tobytes()) for one in completions]
+
+                (alone,) = await ask("acme", 1)
+                assert alone.num_cached_tokens == 0
+                group = await ask("acme", 1, n=4)
+                assert [one.num_cached_tokens for one in group] == [len(prompt) - 1] * 4
+                assert words(group)[0] == words([alone])[0]
+                assert len(set(words(group))) == 4
+                several = await asyncio.gather(*(ask("acme", 1) for _ in range(3)))
+                assert all(words(one) == words([alone]) for one in several)
+                (foreign,) = await ask("birch", 1)
+                assert foreign.num_cached_tokens == 0
+                group = await ask("birch", 1, n=2)
+                assert words(group)[0] == words([alone])[0]
+                extras = Extras(prompt_logprobs=True, topk_sample_logprobs=2)
+                sampling = SamplingParams(max_tokens=4, seed=1)
+                first, second = await serving.sample(
+                    "acme", None, prompt, sampling, 2, extras=extras
+                )
+                assert first.prompt_logprobs is not None and second.prompt_logprobs is None
+                assert np.isfinite(first.prompt_logprobs[1:]).all()
+            # Of those that share a prompt one pays for it, the others for its last token; scoring
+            # a prompt shares none.
+            assert store.usage("acme").served_tokens == 16 * 8 + 2 * 4
+            assert store.usage("acme").prefill_tokens == 5 * len(prompt) + 5
+            assert store.usage("birch").served_tokens == 16 * 3
+            assert store.usage("birch").prefill_tokens == 2 * len(prompt) + 1
 
     asyncio.run(scenario())

@@ -96,7 +96,7 @@ class Order:
     """Returns what is meant now, when the version was deleted before a sample began."""
     extras: Extras = NO_EXTRAS
     prompt_id: str = ""
-    """Equal for equal prompts of one tenant under one version; empty: not to be shared."""
+    """Equal for equal prompts of one tenant under one version; empty: shared within the order."""
     max_attempts: int = 2
     """Workers that one of its samples may lose."""
     result: asyncio.Future[list[Completion]]
@@ -117,6 +117,11 @@ class Order:
     device_s: float = 0.0
 
     @property
+    def prompt_name(self) -> str:
+        """What its prompt is shared by: the order's own name if only within it."""
+        return self.prompt_id or self.name
+
+    @property
     def is_over(self) -> bool:
         return self.error is not None or self.num_ended == self.n
 
@@ -128,11 +133,11 @@ class Order:
             device_s=self.device_s,
         )
 
-    def note(self, index: int, completion: Completion, device_s: float) -> None:
-        """One of its samples is there."""
+    def note(self, index: int, completion: Completion, num_computed: int, device_s: float) -> None:
+        """One of its samples is there; so many tokens of the prompt were computed for it."""
         self.completions[index] = completion
         self.served_tokens += len(completion.tokens)
-        self.prefill_tokens += len(self.tokens) - completion.num_cached_tokens
+        self.prefill_tokens += num_computed
         self.device_s += device_s
 
 
@@ -160,6 +165,8 @@ class Dispatcher:
         self._ids = itertools.count(1)
         self._prompts: Counter[str] = Counter()
         """Open orders by prompt."""
+        self._paid: set[str] = set()
+        """Shared prompts of open orders that somebody has paid for."""
         stations = placement.stations
         self._lanes = {station.worker.name: Lanes(station, placement) for station in stations}
         self.shelves = {
@@ -186,8 +193,7 @@ class Dispatcher:
         """Begin with an order as soon as its tenant has places."""
         order.places = places
         places.num_open += order.n
-        if order.prompt_id:
-            self._prompts[order.prompt_id] += 1
+        self._prompts[order.prompt_name] += 1
         places.waiting.append(order)
         self._fill(places)
 
@@ -260,10 +266,7 @@ class Dispatcher:
         if order.num_ended < order.n:
             return
         places.num_open -= order.n
-        if order.prompt_id:
-            self._prompts[order.prompt_id] -= 1
-            if not self._prompts[order.prompt_id]:
-                del self._prompts[order.prompt_id]
+        self._forget_prompt(order.prompt_name)
         self._on_end(order, places)
         if order.result.done():
             return
@@ -273,6 +276,12 @@ class Dispatcher:
             order.result.cancel()
         else:
             order.result.set_exception(order.error)
+
+    def _forget_prompt(self, prompt_id: str) -> None:
+        self._prompts[prompt_id] -= 1
+        if not self._prompts[prompt_id]:
+            del self._prompts[prompt_id]
+            self._paid.discard(prompt_id)
 
     # One sample -----------------------------------------------------------------------------
 
@@ -309,7 +318,18 @@ class Dispatcher:
             turn.close()
         adapter_hash = order.version.adapter_hash if order.version else ""
         assert completion.adapter_hash == adapter_hash, "answered by another adapter"
-        order.note(index, completion, turn.settle(completion, order.sampling.max_tokens))
+        num_computed = len(order.tokens) - self._num_free(order, completion)
+        device_s = turn.settle(num_computed, len(completion.tokens), order.sampling.max_tokens)
+        order.note(index, completion, num_computed, device_s)
+
+    def _num_free(self, order: Order, completion: Completion) -> int:
+        """Return how much of the prompt a sample has for nothing. Of those that share one, all find
+        it computed: the first to be there pays for it."""
+        prompt_id = order.prompt_name
+        if not completion.num_cached_tokens or prompt_id in self._paid:
+            return completion.num_cached_tokens
+        self._paid.add(prompt_id)
+        return 0
 
     async def _load(self, order: Order, shelf: Shelf, lane: Lane) -> LoadedVersion:
         """Have the order's version on a worker that does not have it yet."""
@@ -331,7 +351,8 @@ class Dispatcher:
 
     def _request(self, order: Order, index: int, loaded: LoadedVersion | None) -> GenerateRequest:
         extras = order.extras if index == 0 else NO_EXTRAS
-        is_shared = order.n > 1 or self._prompts[order.prompt_id] > 1
+        prompt_id = order.prompt_name
+        is_shared = order.n > 1 or self._prompts[prompt_id] > 1
         sampling = order.sampling
         return GenerateRequest(
             request_id=f"{order.name}/{index}/{next(self._ids)}",
@@ -340,7 +361,7 @@ class Dispatcher:
             version=order.version.version if order.version else BASE_VERSION,
             tokens=order.tokens,
             sampling=replace(sampling, seed=seed_of(sampling.seed, index)) if index else sampling,
-            prefix_id=(order.prompt_id or order.name) if is_shared else "",
+            prefix_id=prompt_id if is_shared else "",
             prefix_len=len(order.tokens),
             prompt_logprobs=extras.prompt_logprobs,
             topk_prompt_logprobs=extras.topk_prompt_logprobs,

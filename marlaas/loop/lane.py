@@ -44,12 +44,11 @@ class Turn:
     It is bound to the worker as it was when the turn came: what is loaded there goes with it.
     """
 
-    __slots__ = ("_estimate_s", "_home", "_is_reserved", "_lane", "_num_tokens")
+    __slots__ = ("_estimate_s", "_home", "_is_reserved", "_lane")
 
-    def __init__(self, lane: "Lane", num_tokens: int, estimate_s: float | None) -> None:
+    def __init__(self, lane: "Lane", estimate_s: float | None) -> None:
         """`estimate_s` is what was charged, None if nothing was."""
         self._lane = lane
-        self._num_tokens = num_tokens
         self._estimate_s = estimate_s
         self._home = lane.station.home
         self._is_reserved = True
@@ -65,11 +64,10 @@ class Turn:
                 raise WorkerLost(f"{station.worker.name} was started anew")
             return await station.worker.generator.generate(request)
 
-    def settle(self, completion: Completion, max_tokens: int) -> float:
-        """Correct the charge to what a completion cost; return that in device seconds."""
+    def settle(self, num_computed: int, num_sampled: int, max_tokens: int) -> float:
+        """Correct the charge to what a completion cost, in tokens of the prompt that were computed
+        for it and tokens sampled; return that in device seconds."""
         lane = self._lane
-        num_sampled = len(completion.tokens)
-        num_computed = self._num_tokens - completion.num_cached_tokens
         device_s = lane.station.costs.seconds(
             TokenCounts(prefill=num_computed, decode=num_sampled, train=0)
         )
@@ -109,7 +107,7 @@ class Lane:
         completion = await turn.generate(request)
     finally:
         turn.close()
-    device_s = turn.settle(completion, max_tokens)
+    device_s = turn.settle(num_computed, len(completion.tokens), max_tokens)
     """
 
     def __init__(self, tenant_id: TenantId, lanes: "Lanes") -> None:
@@ -210,7 +208,7 @@ class Lane:
             estimate_s = self.station.costs.seconds(counts)
             self.charge(estimate_s)
         self._num_turns += 1
-        return Turn(self, int(counts.prefill), estimate_s)
+        return Turn(self, estimate_s)
 
     def _stand(self) -> None:
         """Compete while somebody waits, at the cost of the first in line."""

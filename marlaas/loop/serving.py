@@ -50,6 +50,11 @@ MAX_ATTEMPTS = 2
 MAX_SAMPLE_ATTEMPTS = 4
 """Workers that one sample may lose: nobody watches it, so it may take its time."""
 
+BATCHES_AHEAD = 2
+"""Batches that a tenant's samples may fill while they have their turn or wait in its lanes: as many
+wait there as a batch holds that comes to its end as a whole. So no tenant's lane runs dry before
+those of others have taken more than their share."""
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKENS = 256
@@ -80,7 +85,7 @@ class ServingSettings:
     max_open: int = 256
     """Completions of one tenant under way or waiting; more are refused."""
     max_sampling: int = 2048
-    """The same of samples; as many as the batches hold may be sampled at the same time."""
+    """The same of samples; as many as fit into the batches are sampled at the same time."""
     max_loaded: int = 64
     """Versions that one worker holds for serving. More than `max_completions`, so that no tenant
     can occupy them all."""
@@ -312,7 +317,7 @@ class Serving:
         )
         places = self._sampling.get(tenant_id) or Places(
             tenant_id,
-            self._dispatcher.max_decoding,
+            BATCHES_AHEAD * self._dispatcher.max_decoding,
             self._settings.max_sampling,
             self._sampling,
             may_wait_for_day=True,

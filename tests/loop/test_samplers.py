@@ -1,6 +1,7 @@
 """Samplers of clients: what a request is, what becomes of it, who is told, who may ask."""
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ import pytest
 
 from marlaas import runtime
 from marlaas.errors import Conflict, Expired, InvalidRequest, NotFound, QuotaExceeded
-from marlaas.loop.operations import Category, Waiting
+from marlaas.loop.operations import Category, QueueState, Waiting
 from marlaas.loop.samplers import (
     CLONE,
     SampleFailure,
@@ -20,9 +21,19 @@ from marlaas.loop.samplers import (
     Samplers,
     SamplerSettings,
 )
-from marlaas.loop.serving import ServingSettings
+from marlaas.loop.serving import Extras, ServingSettings
 from marlaas.store.async_store import AsyncStore
-from marlaas.types import AdapterSpec, Checkpoint, CheckpointKind, Run, Session
+from marlaas.types import (
+    AdapterSpec,
+    Checkpoint,
+    CheckpointKind,
+    Completion,
+    GenerateRequest,
+    Quotas,
+    Run,
+    Session,
+    Tenant,
+)
 from tests.fakes import STOP, FakeWorker, Speed, hash_of
 from tests.fakes import _write as write_adapter
 from tests.loop.test_serving import Bench, bench, run, saying
@@ -272,16 +283,23 @@ def test_results_are_read_again_until_they_are_acknowledged_or_too_old(tmp_path:
     run(scenario())
 
 
-def test_a_tenants_results_take_bounded_memory_the_oldest_go_first(tmp_path: Path) -> None:
+def test_a_tenants_results_take_bounded_memory_and_none_goes_unread(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with lab(tmp_path, settings=SamplerSettings(kept_bytes=2500)) as at:
+        async with lab(tmp_path, settings=SamplerSettings(kept_bytes=9000)) as at:
             sampler = await at.of_base()
-            for seq in range(10):
-                await at.sample(sampler, seq)
+            accepted = []
+            with pytest.raises(QuotaExceeded, match="wait to be fetched"):
+                for seq in range(10):
+                    accepted.append((await at.samplers.submit("acme", sampler, seq, REQUEST))[0])
+                    await asyncio.sleep(1.0)
+            assert len(accepted) == 5
+            await at.sample(await at.of_base("birch", "s-2"), 0, tenant="birch")
+            for one in accepted:
+                assert isinstance(await at.samplers.wait("acme", one, 0), SampleResult)
+            await at.sample(sampler, 20)
             with pytest.raises(Expired):
-                await at.samplers.wait("acme", "smp:s-1:sample:0:0", 0)
-            newest = await at.samplers.wait("acme", "smp:s-1:sample:0:9", 0)
-            assert isinstance(newest, SampleResult)
+                await at.samplers.wait("acme", accepted[0], 0)
+            assert isinstance(await at.samplers.wait("acme", accepted[4], 0), SampleResult)
 
     run(scenario())
 
@@ -335,22 +353,347 @@ def test_too_many_samples_are_refused_for_the_moment(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_two_thousand_samples_of_one_tenant_leave_another_one_its_turn(tmp_path: Path) -> None:
+FLOOD = replace(REQUEST, max_tokens=50, stop_token_ids=())
+
+
+async def flooded(at: Lab, tenant: str, num_requests: int = 2000) -> list[str]:
+    sampler = await at.of_base(tenant, f"s-{tenant}")
+    return [
+        (await at.samplers.submit(tenant, sampler, seq, FLOOD))[0] for seq in range(num_requests)
+    ]
+
+
+@pytest.mark.parametrize(("num_floods", "num_requests"), [(1, 2000), (3, 700)])
+def test_thousands_of_samples_of_others_leave_a_single_one_its_turn(
+    num_floods: int, num_requests: int, tmp_path: Path
+) -> None:
     async def scenario() -> None:
         async with lab(tmp_path) as at:
-            flood, small = await at.of_base(), await at.of_base("birch", "s-2")
-            request = replace(REQUEST, stop_token_ids=())
-            began_s = runtime.now_s()
-            await at.sample(small, 0, request, tenant="birch")
-            alone_s = runtime.now_s() - began_s
+            small = await at.of_base("birch", "s-2")
+            took_s = []
+
+            async def ask(seq: int) -> None:
+                began_s = runtime.now_s()
+                await at.sample(small, seq, FLOOD, tenant="birch")
+                took_s.append(runtime.now_s() - began_s)
+
+            await ask(0)
+            ids = {
+                tenant: await flooded(at, tenant, num_requests)
+                for tenant in (f"acme-{flood}" for flood in range(num_floods))
+            }
+            await asyncio.sleep(2.0)  # newcomers come first, and each flood was one
+            for seq in range(1, 40):
+                await ask(seq)
+                await asyncio.sleep(0.17)
+            assert max(took_s) < 1.1 * took_s[0]
+            for tenant, requests in ids.items():
+                waits = (at.samplers.wait(tenant, one, 1e5) for one in requests)
+                results = await asyncio.gather(*waits)
+                assert all(isinstance(one, SampleResult) for one in results)
+
+    run(scenario())
+
+
+def test_floods_share_a_worker_by_weight_and_the_batch_is_full(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with lab(tmp_path, FakeWorker(speed=Speed(max_decoding=32))) as at:
+            at.at.controller.tenants.weights["heavy"] = 3.0
+            requests = {tenant: await flooded(at, tenant) for tenant in ("heavy", "light")}
+            await asyncio.sleep(20.0)
+            assert at.at.workers[0].num_decoding == 30
+            done = dict.fromkeys(requests, 0)
+            for tenant, ids in requests.items():
+                for one in ids:
+                    outcome = await at.samplers.wait(tenant, one, 0)
+                    done[tenant] += isinstance(outcome, SampleResult)
+            assert done["heavy"] + done["light"] > 0.9 * 30 * 20.0 / 0.5
+            assert 2.5 < done["heavy"] / done["light"] < 3.5
+
+    run(scenario())
+
+
+def test_a_sample_that_waits_takes_little_memory(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with lab(tmp_path, FakeWorker(speed=Speed(token_s=10.0))) as at:
+            await flooded(at, "acme", 100)
+            tracemalloc.start()
+            before, _ = tracemalloc.get_traced_memory()
+            requests = await flooded(at, "birch", 2000)
+            after, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert (after - before) / len(requests) < 3000
+            assert len(asyncio.all_tasks()) < 200
+
+    run(scenario())
+
+
+def test_a_client_that_goes_away_finds_its_request_and_one_that_cancels_frees_the_batch(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        worker = FakeWorker(speed=Speed(token_s=1.0, max_decoding=4))
+        async with lab(tmp_path, worker) as at:
+            sampler = await at.of_base()
             ids = [
-                (await at.samplers.submit("acme", flood, seq, request))[0] for seq in range(2000)
+                (await at.samplers.submit("acme", sampler, seq, replace(FLOOD, n=3)))[0]
+                for seq in range(4)
             ]
-            began_s = runtime.now_s()
-            await at.sample(small, 1, request, tenant="birch")
-            assert runtime.now_s() - began_s < 5 * alone_s
-            results = await asyncio.gather(*(at.samplers.wait("acme", one, 1e4) for one in ids))
-            assert all(isinstance(one, SampleResult) for one in results)
+            waiting = [asyncio.create_task(at.samplers.wait("acme", one, 1e3)) for one in ids]
+            await asyncio.sleep(2.0)
+            for one in waiting:
+                one.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            assert worker.num_decoding == 4
+            for one in ids[:3]:
+                await at.samplers.cancel("acme", one)
+            await asyncio.sleep(0.5)
+            assert worker.num_decoding == 3, "of the one that is left"
+            assert isinstance(await at.samplers.wait("acme", ids[3], 1e4), SampleResult)
+            for one in ids[:3]:
+                assert isinstance(await at.samplers.wait("acme", one, 0), SampleFailure)
+            assert worker.tokens["decode"] == 150
+
+    run(scenario())
+
+
+# What is computed once ----------------------------------------------------------------------------
+
+
+def test_equal_prompts_of_one_tenant_share_their_prefix_and_never_those_of_two(
+    tmp_path: Path,
+) -> None:
+    class Noting(FakeWorker):
+        def __init__(self) -> None:
+            super().__init__()
+            self.requests: list[GenerateRequest] = []
+
+        async def generate(self, request: GenerateRequest) -> Completion:
+            self.requests.append(request)
+            return await super().generate(request)
+
+    async def scenario() -> None:
+        worker = Noting()
+        async with lab(tmp_path, worker) as at:
+            ours, theirs = await at.of_base(), await at.of_base("birch", "s-2")
+            await at.sample(ours, 0)
+            assert worker.requests.pop().prefix_id == "", "nobody to share with"
+            other = replace(REQUEST, tokens=PROMPT[::-1].copy())
+            for seq in range(1, 4):
+                await at.samplers.submit("acme", ours, seq, replace(REQUEST, seed=seq))
+            await at.samplers.submit("acme", ours, 4, replace(other, n=2))
+            await at.samplers.submit("birch", theirs, 1, replace(REQUEST, n=2))
+            await asyncio.sleep(5.0)
+            names = [request.prefix_id for request in worker.requests]
+            assert len(set(names[:3])) == len(set(names[3:5])) == len(set(names[5:])) == 1
+            assert len(set(names)) == 3 and "" not in names
+            assert len({request.sequence_id for request in worker.requests}) == 7
+            await asyncio.sleep(5.0)
+            assert at.at.serving._dispatcher._prompts == {}
+
+    run(scenario())
+
+
+def test_what_is_asked_of_the_prompt_the_first_sample_says(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with lab(tmp_path) as at:
+            sampler = await at.of_base()
+            extras = Extras(
+                prompt_logprobs=True,
+                topk_prompt_logprobs=3,
+                target_prompt_ids=np.full((len(PROMPT), 2), 97, np.int32),
+                prompt_logprobs_from=2,
+                topk_sample_logprobs=2,
+            )
+            result = await at.sample(sampler, 0, replace(REQUEST, n=3, extras=extras))
+            first, *others = result.completions
+            assert first.prompt_logprobs is not None and first.topk_prompt_ids is not None
+            assert np.isnan(first.prompt_logprobs[:2]).all()
+            assert np.isfinite(first.prompt_logprobs[2:]).all()
+            assert first.target_prompt_logprobs is not None
+            assert all(one.prompt_logprobs is None for one in others)
+            assert all(one.topk_sample_ids is not None for one in result.completions)
+            wrong = Extras(
+                topk_prompt_logprobs=1000,
+                prompt_logprobs_from=77,
+                target_prompt_ids=np.zeros(3, np.int32),
+            )
+            with pytest.raises(InvalidRequest) as refusal:
+                await at.sample(sampler, 1, replace(REQUEST, extras=wrong))
+            assert len(refusal.value.problems) == 3
+
+    run(scenario())
+
+
+# What goes wrong ----------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_expires_says_so_and_what_is_sampled_from_is_in_use(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with lab(tmp_path) as at:
+            kept = keep(at.at, "acme", "s-1", "#12", "d")
+            key = ("acme", kept.run_id, kept.kind, kept.name)
+            sampler = await at.samplers.create("acme", "s-1", 0, "tiny", kept.path)
+            at.at.store.finish_session("acme", "s-1", "success")
+            for seq in range(5):
+                await asyncio.sleep(1000.0)
+                assert text(await at.sample(sampler, seq)) == ["dddddd"]
+                assert at.at.store.checkpoint(*key).used_s >= runtime.wall_time_s() - 1.0
+                assert at.at.store.prune_ephemeral("acme", kept.run_id, keep_newest=0) == 0
+            at.at.store.set_checkpoint_ttl(*key, expires_s=runtime.wall_time_s() + 100.0)
+            await asyncio.sleep(50.0)
+            await at.sample(sampler, 5)
+            await asyncio.sleep(50.0)
+            with pytest.raises(NotFound, match=r"#12, which sampler .* has expired"):
+                await at.samplers.submit("acme", sampler, 6, REQUEST)
+            assert isinstance(await at.samplers.wait("acme", f"smp:{sampler}:5", 0), SampleResult)
+            again = await at.samplers.submit("acme", sampler, 5, REQUEST)
+            assert again[0] == f"smp:{sampler}:5", "what was taken stays taken"
+
+    run(scenario())
+
+
+def test_a_checkpoint_that_is_deleted_while_requests_wait_fails_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        worker = FakeWorker(speed=Speed(token_s=1.0, max_decoding=1))
+        async with lab(tmp_path, worker) as at:
+            kept = keep(at.at, "acme", "s-1", "best", "d")
+            base = await at.of_base("acme", "s-1", 7)
+            sampler = await at.samplers.create("acme", "s-1", 0, "tiny", kept.path)
+            await at.samplers.submit("acme", base, 0, REQUEST)
+            request_id, _ = await at.samplers.submit("acme", sampler, 0, REQUEST)
+            at.at.store.delete_checkpoint("acme", kept.run_id, kept.kind, kept.name)
+            failure = await at.samplers.wait("acme", request_id, 1e3)
+            assert isinstance(failure, SampleFailure) and failure.category is Category.USER
+
+    run(scenario())
+
+
+def test_a_spent_day_is_waited_out_and_says_so(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with lab(tmp_path) as at:
+            quotas = Quotas(tokens_a_day=20)
+            at.at.controller.tenants_changed([Tenant(tenant_id="acme", quotas=quotas)])
+            sampler = await at.of_base()
+            request = replace(REQUEST, max_tokens=25, stop_token_ids=())
+            await at.sample(sampler, 0, request)
+            request_id, _ = await at.samplers.submit("acme", sampler, 1, request)
+            waiting = await at.samplers.wait("acme", request_id, 25)
+            assert isinstance(waiting, Waiting)
+            assert waiting.queue_state is QueueState.PAUSED_RATE_LIMIT
+            assert "20 tokens a day" in waiting.reason
+            assert isinstance(await at.samplers.wait("acme", request_id, 86_400), SampleResult)
+
+    run(scenario())
+
+
+def test_workers_that_are_lost_cost_a_sample_time_and_no_more(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        worker = FakeWorker(speed=Speed(token_s=1.0, restart_s=60.0))
+        async with lab(tmp_path, worker) as at:
+            sampler = await at.of_base()
+            request_id, _ = await at.samplers.submit("acme", sampler, 0, FLOOD)
+            for _ in range(3):
+                await asyncio.sleep(20.0)
+                worker.kill()
+                waiting = await at.samplers.wait("acme", request_id, 25)
+                assert isinstance(waiting, Waiting)
+                assert waiting.queue_state is QueueState.PAUSED_CAPACITY
+                await asyncio.sleep(60.0)
+            assert isinstance(await at.samplers.wait("acme", request_id, 1e3), SampleResult)
+            worker.kill(for_good=True)
+            request_id, _ = await at.samplers.submit("acme", sampler, 1, FLOOD)
+            failure = await at.samplers.wait("acme", request_id, 1e3)
+            assert isinstance(failure, SampleFailure) and failure.category is Category.SERVER
+
+    run(scenario())
+
+
+def test_a_bug_of_ours_is_a_failure_of_the_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(FakeWorker):
+        async def generate(self, request: GenerateRequest) -> Completion:
+            raise ZeroDivisionError("secret of another tenant")
+
+    async def scenario() -> None:
+        async with lab(tmp_path, Broken()) as at:
+            sampler = await at.of_base()
+            request_id, _ = await at.samplers.submit("acme", sampler, 0, replace(REQUEST, n=3))
+            failure = await at.samplers.wait("acme", request_id, 10)
+            assert isinstance(failure, SampleFailure) and failure.category is Category.SERVER
+            assert "secret" not in failure.error
+            assert "ZeroDivisionError" in caplog.text
+
+    run(scenario())
+
+
+def test_stops_that_would_slow_down_neighbours_are_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with lab(tmp_path) as at:
+            sampler = await at.of_base()
+            for stops, words in (((7,) * 1000, "1000 stop tokens"), ((1 << 70,), "expected ids")):
+                with pytest.raises(InvalidRequest, match=words):
+                    await at.sample(sampler, 0, replace(REQUEST, stop_token_ids=stops))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_whatever_clients_and_workers_do_each_request_has_one_outcome_and_nothing_is_left(
+    seed: int, tmp_path: Path
+) -> None:
+    rng = runtime.rng("samplers", seed)
+    letters = {"acme": "ab", "birch": "cd"}
+
+    async def client(at: Lab, tenant: str, sampler: str, letter: str, seq: int) -> None:
+        await asyncio.sleep(float(rng.uniform(0, 30)))
+        request = replace(REQUEST, n=int(rng.integers(1, 5)))
+        try:
+            request_id, _ = await at.samplers.submit(tenant, sampler, seq, request)
+        except QuotaExceeded:
+            return
+        if rng.random() < 0.2:
+            await asyncio.sleep(float(rng.exponential(2.0)))
+            await at.samplers.cancel(tenant, request_id)
+        outcome = await at.samplers.wait(tenant, request_id, 1e4)
+        assert await at.samplers.submit(tenant, sampler, seq, request)
+        assert await at.samplers.wait(tenant, request_id, 0) is outcome
+        if isinstance(outcome, SampleResult):
+            assert text(outcome) == [letter * 6] * request.n
+        if rng.random() < 0.5:
+            at.samplers.acknowledge(tenant, [request_id])
+
+    async def scenario() -> None:
+        speed = Speed(token_s=float(rng.choice([0.01, 0.3])), restart_s=2.0, max_decoding=8)
+        workers = [FakeWorker(f"worker-{index}", speed=speed) for index in range(2)]
+        serving = ServingSettings(max_loaded=2, max_sampling=40)
+        async with lab(tmp_path, *workers, serving=serving) as at:
+            samplers = []
+            for tenant, names in letters.items():
+                for number, letter in enumerate(names):
+                    kept = keep(at.at, tenant, f"s-{tenant}", letter, letter)
+                    made = await at.samplers.create(
+                        tenant, f"s-{tenant}", number, "tiny", kept.path
+                    )
+                    samplers.append((tenant, made, letter))
+            for _ in range(int(rng.integers(4))):
+                kill = workers[rng.integers(2)].kill
+                asyncio.get_running_loop().call_later(float(rng.uniform(0, 30)), kill)
+            await asyncio.gather(
+                *(client(at, *samplers[rng.integers(4)], seq) for seq in range(60))
+            )
+            await asyncio.sleep(5.0)
+            assert at.samplers._orders == {}
+            at.at.check_nothing_is_left()
+            assert all(worker.num_decoding == 0 for worker in workers)
+            for lanes in at.at.serving._dispatcher._lanes.values():
+                assert (lanes._num_open, lanes.num_waiting) == (0, 0)
+                assert lanes.station.load.num_kept == 0
+            await asyncio.sleep(4000.0)
+            assert len(at.samplers._results) == 0
 
     run(scenario())
 
@@ -388,27 +731,51 @@ def test_clones_hear_of_their_own_requests_only_and_no_two_get_one_number(tmp_pa
             sampler = await at.of_base()
             clone = await at.samplers.join("acme", sampler)
             other = await at.samplers.join("acme", sampler)
-            assert clone != other
+            assert 0 < clone < CLONE and clone != other
             seq = clone * CLONE + 4
             await at.sample(sampler, seq)
-            told, cursor = await at.samplers.completions_since("acme", sampler, clone, 0, 0)
+            follow = at.samplers.completions_since
+            told, cursor = await follow("acme", sampler, clone, 0, 0)
             assert [one.request_id for one in told] == [f"smp:{sampler}:{seq}"]
-            assert await at.samplers.completions_since("acme", sampler, clone, cursor, 0) == ([], 1)
-            assert await at.samplers.completions_since("acme", sampler, other, 0, 0) == ([], 0)
+            assert not told[0].is_failed and told[0].num_bytes > 0
+            assert await follow("acme", sampler, clone, cursor, 0) == ([], cursor)
+            assert (await follow("acme", sampler, other, 0, 0))[0] == []
+            assert (await follow("acme", sampler, 0, 0, 0))[0] == []
+            huge = 482_255_857 * CLONE
+            await at.sample(sampler, huge)
+            told, _ = await follow("acme", sampler, 482_255_857, 0, 0)
+            assert [one.request_id for one in told] == [f"smp:{sampler}:{huge}"]
+            with pytest.raises(InvalidRequest, match="seq_id"):
+                await at.samplers.submit("acme", sampler, 1 << 63, REQUEST)
 
     run(scenario())
 
 
-def test_a_follower_with_a_cursor_of_an_earlier_process_hears_what_is_new(tmp_path: Path) -> None:
+def test_a_follower_of_an_earlier_process_is_told_that_what_it_waits_for_is_lost(
+    tmp_path: Path,
+) -> None:
     async def scenario() -> None:
-        async with lab(tmp_path) as at:
+        async with lab(tmp_path, FakeWorker(speed=Speed(token_s=1.0))) as at:
             sampler = await at.of_base()
-            waiting = asyncio.create_task(
-                at.samplers.completions_since("acme", sampler, 0, 400, 1e3)
-            )
-            await asyncio.sleep(0)
-            await at.sample(sampler)
-            told, cursor = await waiting
-            assert [len(told), cursor] == [1, 1]
+            await at.samplers.submit("acme", sampler, 0, replace(REQUEST, max_tokens=1))
+            lost, _ = await at.samplers.submit("acme", sampler, 1, FLOOD)
+            told, cursor = await at.samplers.completions_since("acme", sampler, 0, 0, 30)
+            assert [one.request_id for one in told] == [f"smp:{sampler}:0"]
+            await asyncio.sleep(10.0)
+            await at.samplers.close()
+            later = Samplers(at.at.serving, AsyncStore(at.at.store, is_threaded=False))
+            new, _ = await later.submit("acme", sampler, 2, REQUEST)
+            for old_cursor in (cursor, 0):
+                told, newer = await later.completions_since("acme", sampler, 0, old_cursor, 30)
+                failed = {one.request_id for one in told if one.is_failed}
+                assert lost in failed and new not in failed
+                assert len(told) < 5000
+            with pytest.raises(Expired):
+                await later.wait("acme", lost, 0)
+            told, _ = await later.completions_since("acme", sampler, 0, newer, 30)
+            assert [one.request_id for one in told] == [new]
+            fresh = await later.create("acme", "s-1", 1, "tiny", None)
+            assert (await later.completions_since("acme", fresh, 0, 0, 0))[0] == []
+            await later.close()
 
-    run(scenario())
+    runtime.run_virtual(scenario(), epoch_s=1.8e9)
