@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from marlaas import runtime
-from marlaas.errors import Conflict, Expired, InvalidRequest, NotFound, QuotaExceeded
+from marlaas.errors import (
+    Conflict,
+    Expired,
+    InvalidRequest,
+    NotFound,
+    QuotaExceeded,
+    WorkerLost,
+)
 from marlaas.loop.operations import Category, QueueState, Waiting
 from marlaas.loop.samplers import (
     CLONE,
@@ -607,6 +614,23 @@ def test_workers_that_are_lost_cost_a_sample_time_and_no_more(tmp_path: Path) ->
             request_id, _ = await at.samplers.submit("acme", sampler, 1, FLOOD)
             failure = await at.samplers.wait("acme", request_id, 1e3)
             assert isinstance(failure, SampleFailure) and failure.category is Category.SERVER
+
+    run(scenario())
+
+
+def test_a_service_that_ends_takes_nothing_in_and_lets_clients_ask_anew(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with lab(tmp_path, FakeWorker(speed=Speed(token_s=1.0))) as at:
+            sampler = await at.of_base()
+            request_id, _ = await at.samplers.submit("acme", sampler, 0, FLOOD)
+            waiting = asyncio.create_task(at.samplers.wait("acme", request_id, 1e3))
+            await asyncio.sleep(5.0)
+            await at.samplers.close()
+            with pytest.raises(Expired):
+                await waiting
+            with pytest.raises(WorkerLost, match="about to end"):
+                await at.samplers.submit("acme", sampler, 1, FLOOD)
+            assert at.at.workers[0].num_decoding == 0
 
     run(scenario())
 
