@@ -203,6 +203,9 @@ class ServeSettings:
     """Largest JSON body."""
     max_tinker_body_bytes: int = 64 << 20
     """Largest request of a `tinker` client to train or sample, decompressed."""
+    tinker_gap_s: float = 60.0
+    """How long an operation of a `tinker` client waits for one of a smaller number that has not
+    come; those behind it then fail."""
     max_upload_bytes: int = 64 << 20
     """Largest upload of prompts."""
     max_archive_bytes: int = 64 << 30
@@ -257,6 +260,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "gap_bound": (1e-9, 1.0),
     "max_body_bytes": (1024, 1 << 30),
     "max_tinker_body_bytes": (1024, 1 << 30),
+    "tinker_gap_s": (0.1, 3600.0),
     "max_upload_bytes": (1024, 4 << 30),
     "max_archive_bytes": (1 << 20, 1 << 50),
     "max_streams": (0, 1_000_000),

@@ -20,6 +20,7 @@ from marlaas.envs.base import Family
 from marlaas.envs.catalog import make_family
 from marlaas.errors import InvalidRequest, WorkerLost
 from marlaas.loop.controller import Controller, LoopSettings, Mode
+from marlaas.loop.runner import RunnerSettings
 from marlaas.loop.runs import Runs
 from marlaas.loop.samplers import Samplers
 from marlaas.loop.serving import Serving
@@ -316,7 +317,12 @@ async def _service_parts(
     stack.push_async_callback(serving.close)
     samplers = Samplers(serving, store)
     stack.push_async_callback(samplers.close)
-    runs = Runs(controller.placement, store, tenants=controller.tenants)
+    runs = Runs(
+        controller.placement,
+        store,
+        tenants=controller.tenants,
+        settings=RunnerSettings(gap_timeout_s=settings.tinker_gap_s),
+    )
     stack.push_async_callback(runs.close)
     await runs.start()
     watching = asyncio.create_task(
@@ -348,6 +354,7 @@ def _served_base(settings: ServeSettings, engine: EngineSettings) -> "ServedBase
         names=tuple(dict.fromkeys((settings.base, *settings.model_aliases))),
         architecture=(config.get("architectures") or [config.get("model_type", "")])[0],
         tokenizer_id=settings.tokenizer_id or engine.base_folder,
+        vocab_size=config["vocab_size"],
     )
 
 

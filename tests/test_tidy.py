@@ -42,7 +42,12 @@ def test_imports_go_downward_only_and_the_light_side_never_reaches_torch():
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-DISTRIBUTIONS = {"yaml": "pyyaml", "pydantic": "fastapi", "starlette": "fastapi"}
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "google": "protobuf",
+    "pydantic": "fastapi",
+    "starlette": "fastapi",
+}
 """Where a module comes from, if not from the distribution of its name; of those that fastapi stands
 on, fastapi decides the version."""
 

@@ -8,12 +8,13 @@
 - All servers are measured by the same lines, with whatever version of the SDK they need; only the
   time that a client sees counts.
 - *before*: what came first and is not measured: start-up, compilation, warm-up.
-- *train step*: forward_backward and optim_step, submitted together. *publish*: new weights until
-  they can be sampled. *load*: a checkpoint with the optimizer's state, into a new adapter. *rl
-  loop*: (publish, sample, train) again and again; several tenants do so without regard to each
-  other; its tokens are the sampled ones.
+- *train step*: forward_backward and optim_step, submitted together. *publish*: until the server
+  has new weights to sample (some load them only then). *load*: a checkpoint with the optimizer's
+  state, into a new adapter. *rl loop*: (publish, sample, train) again and again; several tenants do
+  so without regard to each other; its tokens are the sampled ones.
 - Medians over repetitions; with several tenants all begin at once and the last one ends it.
 - `--against FILE` compares with what another run wrote by `--out FILE`: same plan, same machine.
+  The first batch's log-likelihood under the base tells whether both computed the same model.
 
 Our service gets a tenant with a key of its own for every tenant of the plan, without limits. Of a
 server that runs already, give one key, or one for each tenant.
@@ -92,6 +93,7 @@ def main(argv: Sequence[str]) -> int:
     if other is not None:
         result["against"] = other["name"]
         result["times_as_fast"] = times_as_fast(result["rows"], other["rows"])
+        result["nll_difference"] = difference(result["nll"], other["nll"])
     _print(Console(), result)
     line = json.dumps(result)
     if args.out:
@@ -172,6 +174,8 @@ def _started(
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as log:
         began_s = runtime.now_s()
+        # Whoever ends the benchmark must not leave a server of gigabytes behind.
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
             while not _answers(url, keys):
@@ -184,6 +188,7 @@ def _started(
             )
         finally:
             _end(process)
+            signal.signal(signal.SIGTERM, before)
 
 
 def _answers(url: str, keys: Sequence[str]) -> bool:
@@ -287,6 +292,11 @@ def times_as_fast(
     }
 
 
+def difference(ours: float | None, theirs: float | None) -> float | None:
+    """Return how far two values lie apart; None where one is missing."""
+    return None if ours is None or theirs is None else abs(ours - theirs)
+
+
 def _key(row: Mapping[str, Any]) -> str:
     return f"{row['name']}, {row['tenants']}"
 
@@ -314,6 +324,9 @@ def _read_other(path: Path, plan: tinker_client.Plan) -> dict[str, Any]:
 
 def _print(console: Console, result: Mapping[str, Any]) -> None:
     console.print(_table(result))
+    if "nll_difference" in result:
+        apart = _shown(result["nll_difference"], 6)
+        console.print(f"the first batch's log-likelihood differs by {apart} nats a token")
     console.print(
         f"start {_shown(result['start_s'], 1)} s, first adapter after "
         f"{_shown(result['ready_s'], 1)} s, warm-up {_shown(result['warm_up_s'], 1)} s, "
@@ -327,16 +340,17 @@ def _print(console: Console, result: Mapping[str, Any]) -> None:
 def _table(result: Mapping[str, Any]) -> Table:
     ratios = result.get("times_as_fast")
     plan = result["plan"]
+    against = f" against {result['against']}" if ratios is not None else ""
     table = Table(
-        title=f"{result['name']}, tinker SDK {result['sdk']}",
+        title=f"{result['name']}{against}, tinker SDK {result['sdk']}",
         caption=f"{plan['samples']} x ({plan['prompt_tokens']} + {plan['answer_tokens']}) tokens "
         f"a tenant, rank {plan['rank']}; {plan['repeats']} repetitions",
     )
     columns = ["measure", "tenants", "before s", "median s", "range s", "tokens/s"]
     if ratios is not None:
-        columns.append(f"times {result['against']}")
+        columns.append("times as fast")
     for name in columns:
-        table.add_column(name, justify="left" if name == "measure" else "right")
+        table.add_column(name, justify="left" if name == "measure" else "right", no_wrap=True)
     for row in result["rows"]:
         seconds = row["seconds"]
         cells = [

@@ -60,6 +60,13 @@ def _add_serve(commands: Commands, load: Load) -> None:
     serve.add_argument("--config", type=Path, metavar="FILE", help="settings in YAML or TOML")
     serve.add_argument("--data", metavar="DIR", help="where the database and all files lie")
     serve.add_argument("--base", help="base model: a name, a model folder or a .gguf file")
+    serve.add_argument(
+        "--model-alias",
+        action="append",
+        metavar="NAME",
+        dest="model_aliases",
+        help="a further name of the base for `tinker` clients; may be given again",
+    )
     serve.add_argument("--host", help="address to listen at (default: 127.0.0.1)")
     serve.add_argument("--port", type=int, help="port to listen at (default: 8642)")
     serve.add_argument(

@@ -14,7 +14,7 @@ from marlaas.store.db import Store
 
 def serve(args: argparse.Namespace) -> int:
     """Run the service until a signal."""
-    flags = ("base", "host", "port", "workers", "placement", "database", "exact")
+    flags = ("base", "model_aliases", "host", "port", "workers", "placement", "database", "exact")
     settings = _settings(args, {name: getattr(args, name) for name in flags})
     from marlaas import launch  # faulty settings are refused before the engines' side is loaded
 

@@ -26,7 +26,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from marlaas.errors import Conflict, NotFound, QuotaExceeded
+from marlaas.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded
 from marlaas.loop.concurrency import to_its_end
 from marlaas.loop.journal import Entry, Journal
 from marlaas.loop.operations import (
@@ -62,6 +62,10 @@ from marlaas.types import (
 
 FULL_RETRY_S = 2.0
 """What a tenant with too much waiting is told to wait."""
+
+MAX_AHEAD = 10_000
+"""A number may be so far beyond the next one that is missing. When a gap is given up, each number
+in it is used up."""
 
 
 class Runs:
@@ -261,10 +265,16 @@ class Runs:
         return accepted.request_id
 
     async def _accept(self, tenant_id: TenantId, operation: Operation) -> Operation:
-        """Put an operation into the journal; one that comes after it was given up finds that."""
+        """Put an operation into the journal; one that comes after it was given up finds that.
+
+        Raises:
+            InvalidRequest: its number is far beyond any that a client could be at.
+        """
         store = self._store.inner
+        runner = self._runners.get((tenant_id, operation.run_id))
         try:
-            return await store.call(Store.accept, tenant_id, operation)
+            next_seq = None if runner is None else runner.journal.next_seq
+            return await store.call(_accept_near, tenant_id, operation, next_seq)
         except Conflict:
             with suppress(NotFound):
                 stored = await store.call(
@@ -371,3 +381,18 @@ def read_run(store: Store, tenant_id: TenantId, run_id: str) -> KnownRun:
     next_seq, is_incomplete = used_numbers(store, tenant_id, run_id)
     is_over = store.session(tenant_id, run.session_id).finished_s is not None
     return KnownRun(run, next_seq, is_incomplete, store.accepted(tenant_id, run_id), is_over)
+
+
+def _accept_near(
+    store: Store, tenant_id: TenantId, operation: Operation, next_seq: int | None
+) -> Operation:
+    """Accept an operation whose number is not too far ahead of its run."""
+    run_id, seq = operation.run_id, operation.seq
+    if seq > MAX_AHEAD:
+        next_seq = store.next_seq(tenant_id, run_id) if next_seq is None else next_seq
+        if seq > next_seq + MAX_AHEAD:
+            raise InvalidRequest(
+                f"seq_id = {seq}, where run {run_id} is at {next_seq}; expected the next number, or "
+                f"one at most {MAX_AHEAD} beyond it"
+            )
+    return store.accept(tenant_id, operation)

@@ -32,6 +32,8 @@ class ServedBase:
     architecture: str
     tokenizer_id: str
     """Where such a client finds the tokenizer: a folder, or a name on a hub."""
+    vocab_size: int
+    """Token ids are from 0 to less than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

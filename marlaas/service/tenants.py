@@ -167,8 +167,8 @@ def _change(store: Store, tenant_id: TenantId, body: TenantChange) -> Tenant:
 @operators.delete("/v1/tenants/{tenant}", status_code=204)
 async def delete_tenant(operator: WithOperator, parts: WithParts, tenant: TenantName) -> None:
     """Remove a tenant with every row, file and key. None of its jobs may be queued or running."""
-    await parts.runs.drop_tenant(tenant)
     await parts.controller.purge_tenant(tenant)
+    await parts.runs.drop_tenant(tenant)
     parts.hub.end(tenant_id=tenant)
     parts.rates.forget(tenant)
     parts.identities.forget()

@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from marlaas.bench import tinker, tinker_client
+from marlaas.bench.processes import descendants
 from marlaas.bench.tinker_client import QUICK, Plan, Row
 from marlaas.cli.main import benchmarks
 from marlaas.errors import InvalidRequest
@@ -82,6 +84,54 @@ def test_a_plan_goes_through_flags_unchanged():
 def test_only_the_benchmark_is_one_by_name_not_its_client():
     assert "tinker" in benchmarks()
     assert "tinker_client" not in benchmarks()
+
+
+def test_log_likelihoods_are_compared_where_both_are_known():
+    assert tinker.difference(2.0, 2.5) == 0.5
+    assert tinker.difference(None, 2.5) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("tinker") is None, reason="needs the tinker SDK")
+def test_every_verb_of_our_service_is_measured_and_none_is_refused(tmp_path, capfd):
+    file = tmp_path / "ours.json"
+    flags = ["--quick", "--tenants", "2", "--rl-steps", "1", "--out", str(file)]
+    assert tinker.main(flags) == 0
+    result = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert result == json.loads(file.read_text())
+    assert result["failed"] == []
+    assert result["base_model"] == "tiny"
+    assert {(row["name"], row["tenants"]) for row in result["rows"]} == {
+        *((name, 1) for name in ("create", "forward_backward", "optim_step", "publish")),
+        *((name, 1) for name in ("save", "load")),
+        *((name, number) for name in ("train step", "sample", "rl loop") for number in (1, 2)),
+    }
+    assert all(row["median_s"] > 0 for row in result["rows"])
+    assert next(row for row in result["rows"] if row["name"] == "sample")["tokens"] == 16
+    assert 0 < result["nll"] < 20
+    assert result["start_s"] < result["ready_s"]
+    assert result["memory_gb"] > 0.1
+
+
+def test_a_server_ends_with_the_benchmark_that_is_told_to_end(tmp_path):
+    """Told while it waits for a server that never answers."""
+    ready_file = tmp_path / "ready"
+    script = f"import time; open({str(ready_file)!r}, 'w').write('1'); time.sleep(600)"
+    program = (
+        "from marlaas.bench.tinker import _started\n"
+        f"with _started([{sys.executable!r}, '-c', {script!r}], 1, [], ''): pass"
+    )
+    bench = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        while not (ready_file.exists() and ready_file.read_text()):
+            assert bench.poll() is None
+            time.sleep(0.05)
+        (server,) = descendants(bench.pid)
+        bench.terminate()
+        assert bench.wait(60) == 143
+        assert not server.is_alive
+    finally:
+        bench.kill()
 
 
 def test_without_the_sdk_it_says_how_to_get_it(tmp_path):

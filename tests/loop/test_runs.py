@@ -523,6 +523,21 @@ def test_closing_loses_nothing_and_lets_go_of_whoever_waits(tmp_path: Path) -> N
     virtually(main())
 
 
+def test_a_number_far_beyond_the_next_one_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as server:
+            run = await server.new()
+            for seq in (1 << 62, 10_002):
+                with pytest.raises(InvalidRequest, match="expected the next number"):
+                    await server.runs.submit(ACME, run, seq, train())
+                with pytest.raises(InvalidRequest, match="expected the next number"):
+                    await server.runs.reject(ACME, run, seq, "refused")
+            results = await server.do(run, train("ab"), STEP)
+            assert [result.category for result in results] == ["", ""]
+
+    virtually(main())
+
+
 def test_whoever_waits_is_woken_by_the_outcome_and_may_ask_again(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, speed=Speed(train_s=10.0)) as server:

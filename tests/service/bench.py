@@ -127,7 +127,10 @@ async def bench(
         runs=Runs(controller.placement, store, tenants=controller.tenants),
         samplers=Samplers(serving, store),
         base=ServedBase(
-            names=("tiny", *settings.model_aliases), architecture="Fake", tokenizer_id="/tiny"
+            names=("tiny", *settings.model_aliases),
+            architecture="Fake",
+            tokenizer_id="/tiny",
+            vocab_size=256,
         ),
         download_key=b"0" * 32,
         telemetry=telemetry,

@@ -21,11 +21,12 @@ from marlaas.errors import InvalidRequest, TooLarge
 from marlaas.loop.operations import ForwardBackward
 from marlaas.service.tinker import bodies, losses, schema
 from marlaas.service.tinker.bodies import read_json
-from marlaas.service.tinker.passes import encode_outputs, parse, read_pass, unpack
+from marlaas.service.tinker.passes import Bounds, encode_outputs, parse, read_pass, unpack
 from marlaas.service.tinker.samples import encode_samples, read_sample
 from marlaas.types import Completion, Datum, DatumOutput, StopReason
 
 CONTEXT = 64
+BOUNDS = Bounds(max_context=CONTEXT, vocab_size=100)
 
 
 def flat(found: dict, message: Descriptor) -> dict:
@@ -79,7 +80,7 @@ def sent(
 
 
 def taken(body: bytes) -> ForwardBackward:
-    return read_pass(parse(body), max_context=CONTEXT)
+    return read_pass(parse(body), BOUNDS)
 
 
 def datum(tokens: Sequence[int], **inputs: object) -> tinker.Datum:
@@ -204,8 +205,9 @@ NAN = float("nan")
         ([1, 2, 3], {**GOOD, "target_tokens": TensorData.from_numpy(np.ones(3, np.float32))},
          "cross_entropy", "expected int64"),
         ([1, 2, 3], {**GOOD, "target_tokens": [2, -1, 4]}, "cross_entropy", "has no target"),
-        ([1, 2, 3], {**GOOD, "target_tokens": [2, -2, 4]}, "cross_entropy", "is no token id"),
-        ([1, -2, 3], GOOD, "cross_entropy", "token 1 is -2"),
+        ([1, 2, 3], {**GOOD, "target_tokens": [2, -2, 4]}, "cross_entropy",
+         "is -2; expected 0 to 99"),
+        ([1, -2, 3], GOOD, "cross_entropy", "token 1 is -2; expected 0 to 99"),
         ([], {"target_tokens": [], "weights": []}, "cross_entropy", "0 input tokens"),
         ([1] * CONTEXT, {"target_tokens": [1] * CONTEXT, "weights": [0.0] * CONTEXT},
          "cross_entropy", "64 input tokens; expected 1 to 63"),
@@ -242,14 +244,14 @@ def test_options_are_those_of_the_loss(loss: str, config: dict, words: str) -> N
     request = parse(body)
     request.message.loss_fn = loss
     with pytest.raises(InvalidRequest, match=words):
-        read_pass(request, max_context=CONTEXT)
+        read_pass(request, BOUNDS)
 
 
 def test_pictures_are_refused_as_what_they_are() -> None:
     request = parse(sent([datum([1, 2, 3], **GOOD)]))
     request.message.data[0].model_input.add().image.data = b"x"
     with pytest.raises(InvalidRequest, match=r"model_input\[1\]: image chunks"):
-        read_pass(request, max_context=CONTEXT)
+        read_pass(request, BOUNDS)
 
 
 def broken(change: object) -> str:
@@ -258,7 +260,7 @@ def broken(change: object) -> str:
     tensor = request.message.data[0].loss_fn_inputs["weights"]
     change(tensor)
     with pytest.raises((InvalidRequest, TooLarge)) as refused:
-        read_pass(request, max_context=CONTEXT)
+        read_pass(request, BOUNDS)
     return str(refused.value)
 
 
@@ -328,7 +330,9 @@ def asked(**changes: object) -> dict:
 
 
 def sample(**changes: object) -> object:
-    return read_sample(read_json(json.dumps(asked(**changes)).encode(), bodies.SampleBody))
+    return read_sample(
+        read_json(json.dumps(asked(**changes)).encode(), bodies.SampleBody), vocab_size=100
+    )
 
 
 @pytest.mark.parametrize(
@@ -347,8 +351,10 @@ def test_stops_are_what_the_client_says(stop: object, ids: object, strings: tupl
 
 
 def test_a_request_to_sample_is_read() -> None:
-    read = sample(params={"temperature": 0.5, "top_k": -1, "top_p": 0.9, "seed": (1 << 64) - 1},
-                  prompt_logprobs=True, topk_prompt_logprobs=2, prompt_logprobs_last_n=2)  # fmt: skip
+    read = sample(
+        params={"temperature": 0.5, "top_k": -1, "top_p": 0.9, "seed": (1 << 64) - 1},
+        prompt_logprobs=True, topk_prompt_logprobs=2, prompt_logprobs_last_n=2,
+    )  # fmt: skip
     assert read.tokens.tolist() == [1, 2, 3] and read.n == 2 and read.max_tokens == 4
     assert (read.temperature, read.top_k, read.top_p) == (0.5, 0, 0.9)
     assert read.seed == (1 << 63) - 1

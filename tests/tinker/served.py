@@ -58,12 +58,14 @@ class Tenant:
         for client in self.clients:
             client.close("success").result(timeout=WAIT_S)
         self.clients.clear()
+        holder = self.rest().holder
+        holder.run_coroutine_threadsafe(holder.aclose()).result(timeout=WAIT_S)
 
 
 def start(folder: Path, *flags: str) -> Running:
     """Start a service, of one worker if no flag says else, that also serves its base as `ALIAS`."""
     settings = folder / "settings.yaml"
-    settings.write_text(f"model_aliases: [{ALIAS}, {FOLDER}]\n")
+    settings.write_text(f"model_aliases: [{ALIAS}, {FOLDER}]\ntinker_gap_s: 3\n")
     running = Running(folder)
     running.start("--config", str(settings), *flags)
     return running

@@ -166,7 +166,7 @@ def test_another_tenant_takes_a_checkpoint_only_while_it_is_public(
     acme: Tenant, birch: Tenant, trained, tmp_path: Path
 ):
     path = trained.save_state("open").result(timeout=WAIT_S).path
-    theirs, publisher = birch.service(), acme.rest()
+    theirs, publisher = birch.service(project_id="archive"), acme.rest()
     for attempt in (
         lambda: theirs.create_training_client_from_state(path).result(timeout=WAIT_S),
         lambda: theirs.create_sampling_client(path).result(timeout=WAIT_S),
@@ -181,7 +181,7 @@ def test_another_tenant_takes_a_checkpoint_only_while_it_is_public(
         np.array_equal(a, b)
         for a, b in zip(logprobs(made, DATA), logprobs(trained, DATA), strict=True)
     )
-    copied = birch.service(project_id="archive").copy_weights(path).result(timeout=WAIT_S)
+    copied = theirs.copy_weights(path).result(timeout=WAIT_S)
     for change in (
         lambda: birch.rest().delete_checkpoint_from_tinker_path(path).result(timeout=WAIT_S),
         lambda: birch.rest().unpublish_checkpoint_from_tinker_path(path).result(timeout=WAIT_S),

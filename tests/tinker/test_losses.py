@@ -72,7 +72,7 @@ def weighted(seed: int, length: int) -> types.Datum:
     )
 
 
-def sparse(seed: int, length: int, width: int = 6) -> types.Datum:
+def sparse(seed: int, length: int, width: int = 16) -> types.Datum:
     """Several targets a position, few of which weigh anything: sent as CSR."""
     rng = np.random.Generator(np.random.Philox(seed))
     shape = (length - 1, width)

@@ -159,11 +159,12 @@ CALLS: dict[str, tuple[Call, Check]] = {
     # -- ServiceClient
     "ServiceClient.close": (lambda w: w.tenant.service().close("success", detail="done"), is_none),
     "ServiceClient.copy_weights": (
-        lambda w: w.service.copy_weights(w.weights, ttl_seconds=3600),
+        lambda w: w.tenant.service(project_id="p").copy_weights(w.weights, ttl_seconds=3600),
         lambda w, path: path.endswith("/weights/first") and path != w.weights,
     ),
     "ServiceClient.create_custom_loss": (
-        lambda w: w.service.create_custom_loss(traced_loss, {"logprobs": 1, "weights": 1}),
+        # The same loss is created once a session.
+        lambda w: w.tenant.service().create_custom_loss(traced_loss, {"logprobs": 1, "weights": 1}),
         lambda w, handle: handle.loss_id is None,
     ),
     "ServiceClient.create_lora_training_client": (

@@ -29,7 +29,7 @@ class Wire:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def post(self, path: str, **body: Any) -> httpx.Response:
+    def post(self, path: str, /, **body: Any) -> httpx.Response:
         return self._http.post(path, json=body)
 
     def send(self, method: str, path: str, **arguments: Any) -> httpx.Response:

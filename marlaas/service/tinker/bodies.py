@@ -7,6 +7,7 @@
 - What is only wrong in its value is told by who reads the record.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -24,6 +25,10 @@ MAX_TEXT_CHARS = 4096
 _MAX_UNKNOWN = 32
 """Unknown fields that are looked at."""
 
+MAX_ALMOST_JSON_BYTES = 4 << 20
+"""Larger bodies that cannot be read at first go are not looked at again."""
+
+_TEXT = re.compile("[\ud800-\udfff]")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?", re.DOTALL)
 _AT = re.compile(r"(.*) - at `(?:key in )?\$(.*)`", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
@@ -62,6 +67,32 @@ class FinishReason(Struct, forbid_unknown_fields=True):
 class Finish(TinkerBody):
     reason: FinishReason
     detail: str | None = None
+
+
+class SearchOwner(Struct, forbid_unknown_fields=True):
+    type: str = "own"
+    owner_urns: list[str] = []
+
+
+class StatusQuery(Struct, forbid_unknown_fields=True):
+    type: str
+    reasons: list[str] | None = None
+
+
+class SearchCursor(Struct, forbid_unknown_fields=True):
+    last_created_at: str
+    last_session_id: str
+
+
+class SearchSessions(TinkerBody):
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = {}
+    display_name: str | None = None
+    owner: SearchOwner = msgspec.field(default_factory=SearchOwner)
+    statuses: list[StatusQuery] | None = None
+    limit: int = 50
+    cursor: SearchCursor | None = None
 
 
 # Training -------------------------------------------------------------------------------------
@@ -272,19 +303,34 @@ def read_json(body: bytes, kind: type[B]) -> B:
         if "unknown field" not in str(error):
             raise InvalidRequest(_worded(str(error))) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"body: is no JSON ({str(error)[:200]})") from None
-    return _without_unknown(body, kind)
+        return _without_unknown(_almost_json(body, error), kind)
+    return _without_unknown(_almost_json(body, None), kind)
 
 
-def _without_unknown(body: bytes, kind: type[B]) -> B:
-    """Return a body as a record, once unknown fields that say nothing were left out."""
+def _almost_json(body: bytes, error: Exception | None) -> Any:
+    """Return a body as plain data. NaN and infinity are read: whoever looks at the number names the
+    field, which a fault of the syntax does not."""
     try:
-        raw = msgspec.json.decode(body)
-    except RecursionError:
-        raise InvalidRequest("body: nested too deep") from None
+        if len(body) > MAX_ALMOST_JSON_BYTES:
+            raise ValueError("malformed")
+        raw = json.loads(body)
+        has_bad_text = _TEXT.search(json.dumps(raw, ensure_ascii=False)) is not None
+    except (ValueError, RecursionError):
+        raise InvalidRequest(
+            f"body: is no JSON ({str(error or 'nested too deep')[:200]})"
+        ) from None
+    if has_bad_text:
+        raise InvalidRequest("body: has text that is not Unicode")
+    return raw
+
+
+def _without_unknown(raw: Any, kind: type[B]) -> B:
+    """Return data as a record, once unknown fields that say nothing were left out."""
     for _ in range(_MAX_UNKNOWN):
         try:
             return msgspec.convert(raw, kind, strict=True)
+        except RecursionError:
+            raise InvalidRequest("body: nested too deep") from None
         except msgspec.ValidationError as error:
             found = _UNKNOWN.fullmatch(str(error))
             if found is None:

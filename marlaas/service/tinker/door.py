@@ -38,6 +38,11 @@ _UNPACED = frozenset(
     )
 )
 
+ANY_BODY: dict[str, Any] = {
+    "requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}
+}
+"""What the OpenAPI document says of a body that nobody reads."""
+
 _ENCODER = msgspec.json.Encoder()
 
 

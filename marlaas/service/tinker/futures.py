@@ -160,7 +160,9 @@ async def retrieve_futures(tenant: WithTenant, parts: WithParts, request: Reques
         raise UnsupportedFeature(f"target.type: {target.type[:40]!r}; expected sampling_session")
     cursor = number("prev_cursor", body.prev_cursor, 0, MAX_CURSOR)
     clone = number("target.cloned_sampler_id", target.cloned_sampler_id, 0, MAX_CURSOR)
-    timeout_s = POLL_S if body.timeout is None else min(max(body.timeout, 0.0), POLL_S)
+    timeout_s = POLL_S
+    if body.timeout is not None and body.timeout < POLL_S:
+        timeout_s = max(body.timeout, 0.0)
     number("retrieved_request_ids", len(body.retrieved_request_ids), 0, MAX_ACKNOWLEDGED)
     parts.samplers.acknowledge(tenant, body.retrieved_request_ids)
     ended = await _until_drained(

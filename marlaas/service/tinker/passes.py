@@ -42,7 +42,6 @@ MAX_SPARSE_CELLS = 1 << 24
 """Cells that the sparse tensors of one request have together, listed or not: 64 MiB in single
 precision. What is dense is as large as its bytes."""
 
-_MAX_ID = np.iinfo(np.int32).max
 _NO_CELL = -1
 """Where a target is this, there is none."""
 
@@ -96,7 +95,15 @@ def parse(data: bytes) -> PassRequest:
     return PassRequest(message.model_id, message.seq_id, message)
 
 
-def read_pass(request: PassRequest, *, max_context: int) -> ForwardBackward:
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a base can take."""
+
+    max_context: int
+    vocab_size: int
+
+
+def read_pass(request: PassRequest, bounds: Bounds) -> ForwardBackward:
     """Return what a request asks for.
 
     Raises:
@@ -107,12 +114,11 @@ def read_pass(request: PassRequest, *, max_context: int) -> ForwardBackward:
     objective = losses.read_objective(loss, _config(message))
     if not 1 <= len(message.data) <= MAX_DATA:
         raise InvalidRequest(f"data: {len(message.data)} of them; expected 1 to {MAX_DATA}")
-    if _num_sparse_cells(message) > MAX_SPARSE_CELLS:
-        raise TooLarge(f"data: sparse tensors of more than {MAX_SPARSE_CELLS} cells together")
+    _check_sparse_cells(message)
     data, problems = [], []
     for index, datum in enumerate(message.data):
         try:
-            data.append(_read_datum(f"data[{index}]", datum, loss, max_context))
+            data.append(_read_datum(f"data[{index}]", datum, loss, bounds))
         except InvalidRequest as error:
             problems += error.problems
             if len(problems) >= MAX_PROBLEMS:
@@ -131,17 +137,31 @@ def _config(message: Any) -> dict[str, float | str]:
     return config
 
 
-def _num_sparse_cells(message: Any) -> int:
-    tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
-    return sum(prod(each.shape) for each in tensors if each.HasField("sparse_csr"))
+def _check_sparse_cells(message: Any) -> None:
+    """Refuse sparse tensors that would be too large once they are dense."""
+    cells = {
+        f"data[{index}].loss_fn_inputs.{name}": prod(tensor.shape)
+        for index, datum in enumerate(message.data)
+        for name, tensor in datum.loss_fn_inputs.items()
+        if tensor.HasField("sparse_csr")
+    }
+    if sum(cells.values()) > MAX_SPARSE_CELLS:
+        largest = max(cells, key=lambda place: cells[place])
+        raise TooLarge(
+            f"data: sparse tensors of more than {MAX_SPARSE_CELLS} cells together, most of them in "
+            f"{largest[:200]}"
+        )
 
 
-def _read_datum(where: str, message: Any, loss: losses.Loss, max_context: int) -> Datum:
-    inputs_N = _read_inputs(where, message.model_input)
-    most = max_context - 1
+def _read_datum(where: str, message: Any, loss: losses.Loss, bounds: Bounds) -> Datum:
+    inputs_N = _read_inputs(where, message.model_input, bounds.vocab_size)
+    most = bounds.max_context - 1
     if not 1 <= len(inputs_N) <= most:
-        raise InvalidRequest(f"{where}: {len(inputs_N)} input tokens; expected 1 to {most}")
-    fields = _read_fields(where, message.loss_fn_inputs, loss, len(inputs_N))
+        raise InvalidRequest(
+            f"{where}: {len(inputs_N)} input tokens; expected 1 to {most}, which with the last "
+            f"target fill a context of {bounds.max_context}"
+        )
+    fields = _read_fields(where, message.loss_fn_inputs, loss, len(inputs_N), bounds)
     targets = fields.pop(losses.TARGETS)
     weights = losses.is_trained(loss, fields)
     is_lost = (weights != 0) & (targets == _NO_CELL)
@@ -171,7 +191,7 @@ def _behind_nothing(values: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros((1, *values.shape[1:]), values.dtype), values])
 
 
-def _read_inputs(where: str, chunks: Sequence[Any]) -> np.ndarray:
+def _read_inputs(where: str, chunks: Sequence[Any], vocab_size: int) -> np.ndarray:
     pieces = []
     for index, chunk in enumerate(chunks):
         place = f"{where}.model_input[{index}]"
@@ -181,14 +201,17 @@ def _read_inputs(where: str, chunks: Sequence[Any]) -> np.ndarray:
             raise UnsupportedFeature(f"{place}: {words}expected encoded_text")
         pieces.append(read_int32(place, chunk.encoded_text.tokens))
     tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
-    if tokens.size and tokens.min() < 0:
-        at = int((tokens < 0).argmax())
-        raise InvalidRequest(f"{where}.model_input: token {at} is {tokens[at]}; expected an id")
+    is_wrong = (tokens < 0) | (tokens >= vocab_size)
+    if is_wrong.any():
+        at = int(is_wrong.argmax())
+        raise InvalidRequest(
+            f"{where}.model_input: token {at} is {tokens[at]}; expected 0 to {vocab_size - 1}"
+        )
     return tokens.astype(np.int32, copy=False)
 
 
 def _read_fields(
-    where: str, tensors: Mapping[str, Any], loss: losses.Loss, num_tokens: int
+    where: str, tensors: Mapping[str, Any], loss: losses.Loss, num_tokens: int, bounds: Bounds
 ) -> dict[str, np.ndarray]:
     """Return every input of a loss, in the shape of the targets."""
     problems = [
@@ -209,7 +232,7 @@ def _read_fields(
         for name, tensor in tensors.items()
     }
     targets = fields[losses.TARGETS] = _read_targets(
-        f"{where}.loss_fn_inputs.{losses.TARGETS}", fields[losses.TARGETS], num_tokens
+        f"{where}.loss_fn_inputs.{losses.TARGETS}", fields[losses.TARGETS], num_tokens, bounds
     )
     for name, values in fields.items():
         if name != losses.TARGETS:
@@ -220,7 +243,7 @@ def _read_fields(
     return fields
 
 
-def _read_targets(place: str, targets: np.ndarray, num_tokens: int) -> np.ndarray:
+def _read_targets(place: str, targets: np.ndarray, num_tokens: int, bounds: Bounds) -> np.ndarray:
     if targets.dtype.kind != "i":
         raise InvalidRequest(f"{place}: has float values; expected int64")
     if targets.shape[0] != num_tokens or not targets.size:
@@ -228,9 +251,12 @@ def _read_targets(place: str, targets: np.ndarray, num_tokens: int) -> np.ndarra
             f"{place}: shape {list(targets.shape)}; expected [{num_tokens}] or [{num_tokens}, K], "
             "one row for each input token"
         )
-    is_wrong = (targets < _NO_CELL) | (targets > _MAX_ID)
+    is_wrong = (targets < _NO_CELL) | (targets >= bounds.vocab_size)
     if is_wrong.any():
-        raise InvalidRequest(f"{place}: {_first(is_wrong)} is no token id")
+        wrong = targets[is_wrong][0]
+        raise InvalidRequest(
+            f"{place}: {_first(is_wrong)} is {wrong}; expected 0 to {bounds.vocab_size - 1}"
+        )
     return targets.astype(np.int32)
 
 

@@ -3,6 +3,7 @@
 Another tenant's is found by the path of a published checkpoint, and by nothing else.
 """
 
+import hmac
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Annotated
@@ -11,14 +12,14 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from marlaas import runtime
 from marlaas.errors import InvalidRequest, NotFound, UnsupportedFeature
-from marlaas.service.parts import WithParts
+from marlaas.service.parts import Parts, WithParts
 from marlaas.service.tinker import bodies
+from marlaas.service.tinker.bodies import check_text, number
 from marlaas.service.tinker.door import WithTenant, answer, read, says
 from marlaas.service.tinker.sessions import AccessScope, Limit, Offset
 from marlaas.service.tinker.training import MAX_SEQ, read_ttl
-from marlaas.store.checkpoints import split_path
 from marlaas.store.db import Store
-from marlaas.types import Checkpoint, CheckpointKind, Run, TenantId
+from marlaas.types import Checkpoint, CheckpointKind, Run, Session, TenantId
 
 router = APIRouter(tags=["tinker: records"])
 
@@ -46,6 +47,7 @@ KindName = Annotated[CheckpointKind, Depends(_kind)]
 ProjectId = Annotated[str | None, Query(max_length=200)]
 
 NO_PROJECTS = "this service has no projects, a tenant is one; expected none"
+"""Where a client says one at the beginning, it is kept as a label."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -218,24 +220,37 @@ async def copy_weights(tenant: WithTenant, parts: WithParts, request: Request) -
             "weights_access_token: other tenants' checkpoints are copied once they are published; "
             "expected none"
         )
-    if body.destination_project_id is not None:
-        raise UnsupportedFeature(
-            f"destination_project_id: {NO_PROJECTS}; ServiceClient.copy_weights copies into a "
-            "session"
-        )
-    if body.session_id is None or body.model_seq_id is None:
-        raise InvalidRequest("expected session_id and model_seq_id, where the copy is to be")
-    seq = bodies.number("model_seq_id", body.model_seq_id, 0, MAX_SEQ)
     ttl_s = read_ttl(body.ttl_seconds)
+    if body.destination_project_id is not None:
+        session = _session_of_copy(parts, tenant, request, body.destination_project_id)
+        await parts.store.call(Store.add_session, tenant, session)
+        session_id, seq = session.session_id, 0
+    elif body.session_id is not None:
+        session_id, seq = body.session_id, number("model_seq_id", body.model_seq_id, 0, MAX_SEQ)
+    else:
+        raise InvalidRequest("expected destination_project_id, or session_id and model_seq_id")
     copy = await parts.store.call(
         _copy,
         tenant,
         body.source_path,
-        body.session_id,
+        session_id,
         seq,
         None if ttl_s is None else runtime.wall_time_s() + ttl_s,
     )
     return answer({"tinker_path": copy.path})
+
+
+def _session_of_copy(parts: Parts, tenant: TenantId, request: Request, project_id: str) -> Session:
+    """Return the session that holds a copy. A client that repeats the request gets the same one:
+    it repeats the key, too."""
+    key = request.headers.get("x-idempotency-key", "") or runtime.unguessable_bytes(16).hex()
+    words = f"copy\0{tenant}\0{key}".encode()
+    name = hmac.digest(parts.download_key, words, "sha256")[:8].hex()
+    now_s = runtime.wall_time_s()
+    return Session(
+        session_id=f"s-{name}", project_id=check_text("destination_project_id", project_id),
+        created_s=now_s, display_name="copy",
+    )  # fmt: skip
 
 
 def _copy(
@@ -246,7 +261,6 @@ def _copy(
     seq: int,
     expires_s: float | None,
 ) -> Checkpoint:
-    split_path(path)
     owner, source = store.find_checkpoint(tenant, path)
     origin = store.run(owner, source.run_id)
     run = Run(
@@ -255,7 +269,6 @@ def _copy(
         seq=seq,
         base_model=origin.base_model,
         spec=origin.spec,
-        metadata={},
         optimizer=origin.optimizer,
     )
     store.add_run(tenant, run)

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Path, Request
 from marlaas.errors import UnsupportedFeature
 from marlaas.service.limits import read_body
 from marlaas.service.parts import WithParts
-from marlaas.service.tinker.door import WithTenant
+from marlaas.service.tinker.door import ANY_BODY, WithTenant
 from marlaas.service.tinker.records import NO_PROJECTS
 from marlaas.store.db import Store
 
@@ -16,7 +16,7 @@ router = APIRouter(tags=["tinker: not here"])
 SessionName = Annotated[str, Path(max_length=200)]
 
 
-@router.post("/create_custom_loss")
+@router.post("/create_custom_loss", openapi_extra=ANY_BODY)
 async def create_custom_loss(tenant: WithTenant, request: Request) -> None:
     """Losses of a client's own are computed at the client."""
     await read_body(request)
@@ -26,7 +26,7 @@ async def create_custom_loss(tenant: WithTenant, request: Request) -> None:
     )
 
 
-@router.post("/auth/token")
+@router.post("/auth/token", openapi_extra=ANY_BODY)
 async def exchange_token(tenant: WithTenant) -> None:
     """Keys are not exchanged."""
     raise UnsupportedFeature("this service takes keys as they are (X-API-Key: tml-...)")
@@ -44,7 +44,7 @@ async def delete_own_key(tenant: WithTenant) -> None:
     raise UnsupportedFeature("an operator revokes keys (marlaas keys revoke)")
 
 
-@router.put("/sessions/{session_id}/project")
+@router.put("/sessions/{session_id}/project", openapi_extra=ANY_BODY)
 async def set_project(
     tenant: WithTenant, parts: WithParts, request: Request, session_id: SessionName
 ) -> None:
@@ -61,26 +61,19 @@ async def export_trace(tenant: WithTenant, parts: WithParts, session_id: Session
     raise UnsupportedFeature("traces are an operator's: GET /v1/trace")
 
 
-@router.post("/sessions/search")
-async def search_sessions(tenant: WithTenant, request: Request) -> None:
-    """Sessions are listed, not searched."""
-    await read_body(request)
-    raise UnsupportedFeature("sessions are not searched here; GET /api/v1/sessions lists them")
-
-
 @router.get("/audit")
-async def audit_log(tenant: WithTenant, request: Request) -> None:
+async def organization_audit_log(tenant: WithTenant) -> None:
     """The audit log is the operator's."""
     raise UnsupportedFeature("the audit log is an operator's: GET /v1/audit")
 
 
 @router.get("/billing/usage/events")
-async def billing_usage(tenant: WithTenant, request: Request) -> None:
+async def billing_usage(tenant: WithTenant) -> None:
     """Nothing is billed."""
     raise UnsupportedFeature("nothing is billed here; GET /v1/usage says what was used")
 
 
 @router.get("/billing/usage/checkpoints/current")
-async def billing_checkpoints(tenant: WithTenant, request: Request) -> None:
+async def billing_checkpoints(tenant: WithTenant) -> None:
     """Nothing is billed."""
     raise UnsupportedFeature("nothing is billed here; GET /v1/usage says what is stored")

@@ -8,13 +8,14 @@ from marlaas.service.tinker import (
     records,
     refused,
     sampling,
+    search,
     sessions,
     training,
 )
 from marlaas.service.tinker.door import PREFIX, known_parameters_only
 
 router = APIRouter(prefix=PREFIX)
-for surface in (sessions, training, sampling, futures, records, downloads):
+for surface in (sessions, training, sampling, futures, records, search, downloads):
     router.include_router(surface.router, dependencies=[Depends(known_parameters_only)])
 router.include_router(refused.router)
 

@@ -29,26 +29,26 @@ MAX_TOP_K = 64
 """Most likely tokens, alternatives or targets at each position."""
 MAX_SAMPLES = 1024
 """Of one request."""
-_MAX_ID = 1 << 31
+_MAX_NUMBER = 1 << 31
 _NO_CELL = -1
 _EMPTY_LOGPROB = np.float32(-99999.0)
 """What a client takes for a cell without a token."""
 
 
-def read_sample(body: SampleBody) -> SampleRequest:
+def read_sample(body: SampleBody, vocab_size: int) -> SampleRequest:
     """Return what a client wants to have sampled. Whether it fits the base, its sampler says.
 
     Raises:
         InvalidRequest: says which field and what would be right.
     """
     # `record_stability_info` is taken and not needed: `losses.py` trains without.
-    tokens = read_prompt(body.prompt)
+    tokens = read_prompt(body.prompt, vocab_size)
     sampling = body.sampling_params
-    stop_token_ids, stop_strings = _stops(sampling.stop)
+    stop_token_ids, stop_strings = _stops(sampling.stop, vocab_size)
     most = (
         None
         if sampling.max_tokens is None
-        else number("sampling_params.max_tokens", sampling.max_tokens, 1, _MAX_ID)
+        else number("sampling_params.max_tokens", sampling.max_tokens, 1, _MAX_NUMBER)
     )
     return SampleRequest(
         tokens=tokens,
@@ -56,15 +56,15 @@ def read_sample(body: SampleBody) -> SampleRequest:
         max_tokens=most,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        top_k=max(0, number("sampling_params.top_k", sampling.top_k, -1, _MAX_ID)),
+        top_k=max(0, number("sampling_params.top_k", sampling.top_k, -1, _MAX_NUMBER)),
         seed=_seed(sampling.seed),
         stop_token_ids=stop_token_ids,
         stop_strings=stop_strings,
-        extras=_extras(body, len(tokens)),
+        extras=_extras(body, len(tokens), vocab_size),
     )
 
 
-def read_prompt(prompt: PromptBody) -> np.ndarray:
+def read_prompt(prompt: PromptBody, vocab_size: int) -> np.ndarray:
     """Return the ids of a prompt, its chunks joined.
 
     Raises:
@@ -78,14 +78,18 @@ def read_prompt(prompt: PromptBody) -> np.ndarray:
                 "encoded_text"
             )
         ids += chunk.tokens
-    return _ids("prompt", ids)
+    if not ids:
+        raise InvalidRequest("prompt: is empty; expected at least one token")
+    return _ids("prompt", ids, vocab_size)
 
 
-def _ids(where: str, ids: Sequence[int]) -> np.ndarray:
-    """Return numbers as ids; which of them the base has, the engine knows."""
-    if ids and not (min(ids) >= 0 and max(ids) < _MAX_ID):
-        wrong = next(id for id in ids if not 0 <= id < _MAX_ID)
-        raise InvalidRequest(f"{where}: {str(wrong)[:40]} is no token id")
+def _ids(where: str, ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """Return numbers as ids that the base has."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(id for id in ids if not 0 <= id < vocab_size)
+        raise InvalidRequest(
+            f"{where}: token {str(wrong)[:40]}; expected ids from 0 to {vocab_size - 1}"
+        )
     return np.asarray(ids, dtype=np.int32)
 
 
@@ -97,7 +101,7 @@ def _seed(seed: int | None) -> int | None:
 
 
 def _stops(
-    stop: str | list[str | int] | None,
+    stop: str | list[str | int] | None, vocab_size: int
 ) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
     """Return ids (None: the base's own) and texts that end a sample."""
     if stop is None:
@@ -108,10 +112,10 @@ def _stops(
     strings = [each for each in stop if isinstance(each, str)]
     if ids and strings:
         raise InvalidRequest("sampling_params.stop: expected texts or token ids, not both")
-    return tuple(_ids("sampling_params.stop", ids).tolist()), tuple(strings)
+    return tuple(_ids("sampling_params.stop", ids, vocab_size).tolist()), tuple(strings)
 
 
-def _extras(body: SampleBody, num_tokens: int) -> Extras:
+def _extras(body: SampleBody, num_tokens: int, vocab_size: int) -> Extras:
     last_n = body.prompt_logprobs_last_n
     start = 0
     if last_n is not None:
@@ -127,7 +131,7 @@ def _extras(body: SampleBody, num_tokens: int) -> Extras:
         topk_sample_logprobs=number(
             "topk_sample_logprobs", body.topk_sample_logprobs, 0, MAX_TOP_K
         ),
-        target_prompt_ids=None if targets is None else _targets(targets, num_tokens),
+        target_prompt_ids=None if targets is None else _targets(targets, num_tokens, vocab_size),
         prompt_logprobs_from=start,
         prompt_alt_tokens_k=number("prompt_alt_tokens_k", body.prompt_alt_tokens_k, 0, MAX_TOP_K),
     )
@@ -136,17 +140,17 @@ def _extras(body: SampleBody, num_tokens: int) -> Extras:
 _TARGETS = "target_prompt_logprobs"
 
 
-def _targets(body: TensorBody, num_tokens: int) -> np.ndarray:
+def _targets(body: TensorBody, num_tokens: int, vocab_size: int) -> np.ndarray:
     """Return the ids to score as int32 [T, K], -1 where there is no cell."""
     if body.dtype != "int64":
         raise InvalidRequest(f"{_TARGETS}.dtype: got {body.dtype[:40]!r}; expected int64")
-    shape = [number(f"{_TARGETS}.shape", size, 0, _MAX_ID) for size in body.shape or ()]
+    shape = [number(f"{_TARGETS}.shape", size, 0, _MAX_NUMBER) for size in body.shape or ()]
     if len(shape) != 2 or shape[0] != num_tokens - 1 or not 1 <= shape[1] <= MAX_TOP_K:
         raise InvalidRequest(
             f"{_TARGETS}.shape: got {shape[:4]}; expected [{num_tokens - 1}, K] with K from 1 to "
             f"{MAX_TOP_K}"
         )
-    values = from_list(f"{_TARGETS}.data", _checked_ids(body.data), None)
+    values = from_list(f"{_TARGETS}.data", _checked_ids(body.data, vocab_size), None)
     sparse = _sparse(body, values, (shape[0], shape[1]))
     if sparse is not None:
         cells = sparse.dense(_NO_CELL)
@@ -158,10 +162,12 @@ def _targets(body: TensorBody, num_tokens: int) -> np.ndarray:
     return np.concatenate([first, cells]).astype(np.int32)
 
 
-def _checked_ids(data: Sequence[int | float]) -> list[int]:
+def _checked_ids(data: Sequence[int | float], vocab_size: int) -> list[int]:
     for value in data:
-        if not isinstance(value, int) or not _NO_CELL <= value < _MAX_ID:
-            raise InvalidRequest(f"{_TARGETS}.data: {str(value)[:40]} is no token id, and not -1")
+        if not isinstance(value, int) or not _NO_CELL <= value < vocab_size:
+            raise InvalidRequest(
+                f"{_TARGETS}.data: {str(value)[:40]}; expected ids up to {vocab_size - 1}, or -1"
+            )
     return [int(value) for value in data]
 
 
@@ -170,7 +176,7 @@ def _sparse(body: TensorBody, values: np.ndarray, shape: tuple[int, int]) -> Csr
         return None
     crow, col = (
         np.asarray(
-            [number(f"{_TARGETS}.{name}", each, 0, _MAX_ID) for each in indices or ()], np.int64
+            [number(f"{_TARGETS}.{name}", each, 0, _MAX_NUMBER) for each in indices or ()], np.int64
         )
         for name, indices in (
             ("sparse_crow_indices", body.sparse_crow_indices),

@@ -79,6 +79,6 @@ async def asample(tenant: WithTenant, parts: WithParts, request: Request) -> Res
         )
     seq = number("seq_id", body.seq_id, 0, MAX_SAMPLE_SEQ)
     request_id, sequence_ids = await parts.samplers.submit(
-        tenant, body.sampling_session_id, seq, read_sample(body)
+        tenant, body.sampling_session_id, seq, read_sample(body, parts.base.vocab_size)
     )
     return answer({"request_id": request_id, "sample_sequence_ids": sequence_ids})

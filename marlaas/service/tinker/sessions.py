@@ -10,7 +10,7 @@ from marlaas.service.limits import read_body
 from marlaas.service.parts import WithParts
 from marlaas.service.tinker import bodies
 from marlaas.service.tinker.bodies import check_text, read_metadata
-from marlaas.service.tinker.door import WithTenant, answer, read, says
+from marlaas.service.tinker.door import ANY_BODY, WithTenant, answer, read, says
 from marlaas.service.tinker.losses import INFO
 from marlaas.store.db import Store
 from marlaas.types import Session, TenantId
@@ -25,10 +25,9 @@ CLIENT_CONFIG = {
     # Each sample in flight is one open poll. This many cost a few kilobytes each; more would only
     # wait in a longer line here. Another client may have as many.
     "sample_max_concurrent_requests": 1000,
-    # One long poll a sample, not one poller a client: the poller's cursor says nothing of what a
-    # client waits for, so after a restart of this service it would wait for ever, while a poll of
-    # one sample is told that it is gone (410) and submits it again. A sample costs one request
-    # more with the poller, not fewer.
+    # One long poll a sample, not one poller a client. A poll that waits costs memory, and a poller
+    # costs requests: it is told that a sample is done, and then fetches it. The event loop that
+    # answers requests feeds the workers too.
     "sample_use_retrieve_futures": False,
     # Losses of a client's own are computed at the client.
     "custom_loss_server_side": False,
@@ -88,7 +87,7 @@ async def capabilities(tenant: WithTenant, parts: WithParts) -> Response:
     return answer({"supported_models": models})
 
 
-@router.post("/telemetry")
+@router.post("/telemetry", openapi_extra=ANY_BODY)
 async def telemetry(tenant: WithTenant, request: Request) -> Response:
     """Take what a client says of itself, and keep nothing: it may hold keys and stack traces."""
     await read_body(request)

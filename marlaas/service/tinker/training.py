@@ -51,7 +51,8 @@ ALPHA = 32.0
 """Scale of every adapter at any rank, as the hosted service documents it."""
 DEFAULT_RANK = 32
 MAX_SEQ = (1 << 31) - 1
-MAX_TTL_S = 10 * 366 * 24 * 3600
+MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 24 * 3600
+"""As clients check it themselves."""
 
 _ADAM_RANGES: Mapping[str, tuple[float, float]] = {
     "learning_rate": (0.0, 1e6),
@@ -227,6 +228,7 @@ async def forward_backward(tenant: WithTenant, parts: WithParts, request: Reques
     """Add the gradient of some data's loss, or only score them. The body is a
     `ForwardBackwardRequest` in protobuf, compressed by zstd or not."""
     limit = parts.settings.max_tinker_body_bytes
+    bounds = passes.Bounds(parts.max_context, parts.base.vocab_size)
     announced = request.headers.get("content-length", "")
     num_bytes = int(announced) if announced.isascii() and announced.isdigit() else limit
     async with parts.passes.of(tenant, num_bytes):
@@ -236,7 +238,7 @@ async def forward_backward(tenant: WithTenant, parts: WithParts, request: Reques
         del raw
         run_id, seq = asked.run_id, number("seq_id", asked.seq, 1, MAX_SEQ)
         try:
-            body = await asyncio.to_thread(passes.read_pass, asked, max_context=parts.max_context)
+            body = await asyncio.to_thread(passes.read_pass, asked, bounds)
         except (InvalidRequest, TooLarge) as error:
             await parts.runs.reject(tenant, run_id, seq, str(error), kind=asked.kind)
             raise
@@ -354,17 +356,20 @@ def _name(path: str | None) -> str:
     if path is None:
         raise InvalidRequest("path: is missing; expected a name")
     if path.startswith(EPHEMERAL):
-        raise InvalidRequest(f"path {path[:40]!r}: expected a name that begins with a letter")
-    return check_checkpoint_name(path)
+        raise InvalidRequest(f"path: {path[:40]!r} is no name; expected a letter or digit first")
+    try:
+        return check_checkpoint_name(path)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"path: no name of a {error}") from None
 
 
 def read_ttl(seconds: int | None) -> int | None:
     """Return a time to live.
 
     Raises:
-        InvalidRequest: less than a second, or more than ten years.
+        InvalidRequest: less than an hour, or more than ten years.
     """
-    return None if seconds is None else number("ttl_seconds", seconds, 1, MAX_TTL_S)
+    return None if seconds is None else number("ttl_seconds", seconds, MIN_TTL_S, MAX_TTL_S)
 
 
 async def _submit(
