@@ -23,12 +23,10 @@ from marlaas.engine.packing import (
     num_inputs,
     pack,
 )
-from marlaas.engine.trainer import LoraTrainer
 from marlaas.model.bank import Slot
 from marlaas.model.lora import Segment
-from marlaas.types import AdapterSpec, Datum, Objective
-from tests.engine.data import host, random_datum, random_group
-from tests.models import random_llama, random_qwen3
+from marlaas.types import Datum, Objective
+from tests.engine.data import random_datum, random_group
 
 torch.set_num_threads(1)
 
