@@ -19,6 +19,18 @@ def test_flags_win_over_variables_and_those_over_the_file(tmp_path: Path) -> Non
     assert settings.engines().durability is Durability.POWER
 
 
+def test_names_of_the_base_are_a_list_or_text_with_commas(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("model_aliases: [Qwen/Qwen3-8B, other]\n")
+    assert read_serve_settings(file, {}).model_aliases == ("Qwen/Qwen3-8B", "other")
+    variables = {"MARLAAS_MODEL_ALIASES": "a, b"}
+    assert read_serve_settings(file, variables).model_aliases == ("a", "b")
+    settings = read_serve_settings(file, variables, {"model_aliases": ["c"]})
+    assert settings.model_aliases == ("c",) and "model_aliases: c" in settings.shown()
+    with pytest.raises(InvalidRequest, match="expected a list of texts"):
+        read_serve_settings(None, {}, {"model_aliases": [3]})
+
+
 def test_toml_says_the_same(tmp_path: Path) -> None:
     file = tmp_path / "service.toml"
     file.write_text('placement = "split"\nworkers = 2\nheartbeat_s = 5\n')

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from marlaas.errors import InvalidRequest
-from marlaas.service.limits import check_json
+from marlaas.service.limits import Room, check_json
 from marlaas.types import Quotas
 from tests.service.bench import SETTINGS, SUMS, Tokenizer, bench
 
@@ -145,3 +145,27 @@ async def test_rates_that_no_clock_can_hold_are_refused_and_never_a_fault(tmp_pa
         answers = [await service.call("GET", "/v1/whoami") for _ in range(2)]
         assert [answer.status_code for answer in answers] == [200, 429]
         assert answers[1].headers["Retry-After"] == "3600"
+
+
+@pytest.mark.asyncio
+async def test_room_is_waited_for_by_its_tenant_alone() -> None:
+    room, order = Room(100), []
+
+    async def hold(name: str, num_bytes: int, until: asyncio.Event) -> None:
+        async with room.of(name, num_bytes):
+            order.append(name)
+            await until.wait()
+
+    first, rest = asyncio.Event(), asyncio.Event()
+    rest.set()
+    tasks = [asyncio.create_task(hold("acme", 90, first))]
+    await asyncio.sleep(0)
+    tasks += [asyncio.create_task(hold(name, 1000, rest)) for name in ("acme", "birch")]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert order == ["acme", "birch"]
+    tasks[1].cancel()
+    tasks.append(asyncio.create_task(hold("acme", 11, rest)))
+    first.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == ["acme", "birch", "acme"] and not room._taken

@@ -98,7 +98,7 @@ def _run(store: Store, tenant: TenantId, run: Run) -> dict[str, object]:
         "is_lora": True,
         "corrupted": run.is_corrupted,
         "lora_rank": run.spec.rank,
-        "last_request_time": _time(run.used_s),
+        "last_request_time": iso_time(run.used_s),
         "user_metadata": dict(run.metadata),
     }
     for name, kind in (
@@ -283,16 +283,17 @@ def _checkpoint(checkpoint: Checkpoint) -> dict[str, object]:
     shown: dict[str, object] = {
         "checkpoint_id": f"{checkpoint.kind.value}/{checkpoint.name}",
         "checkpoint_type": _TYPES[checkpoint.kind],
-        "time": _time(checkpoint.created_s),
+        "time": iso_time(checkpoint.created_s),
         "tinker_path": checkpoint.path,
         "size_bytes": checkpoint.size_bytes,
         "public": checkpoint.is_public,
         "user_metadata": dict(checkpoint.metadata),
     }
     if checkpoint.expires_s is not None:
-        shown["expires_at"] = _time(checkpoint.expires_s)
+        shown["expires_at"] = iso_time(checkpoint.expires_s)
     return shown
 
 
-def _time(since_epoch_s: float) -> str:
+def iso_time(since_epoch_s: float) -> str:
+    """Return a time as clients read it."""
     return datetime.fromtimestamp(since_epoch_s, UTC).isoformat()

@@ -9,7 +9,8 @@
 
 - Positions: row i of a client's matrix over the prompt is about token i + 1; ours have a row for
   each token, of which the first is about nothing.
-- A matrix of targets is answered in the layout in which it came, dense or sparse.
+- A matrix of targets may come sparse. Its scores are answered dense, 0 where there is no cell: as
+  an array that is what a sparse one stands for.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from marlaas.loop.dispatch import Extras
 from marlaas.loop.samplers import SampleRequest
 from marlaas.service.tinker import schema
 from marlaas.service.tinker.bodies import PromptBody, SampleBody, TensorBody, number
-from marlaas.service.tinker.tensors import Csr, check_csr, from_list, pack, write_tensor
+from marlaas.service.tinker.tensors import Csr, check_csr, pack, write_tensor
 from marlaas.types import Completion, StopReason
 
 MAX_TOP_K = 64
@@ -150,7 +151,7 @@ def _targets(body: TensorBody, num_tokens: int, vocab_size: int) -> np.ndarray:
             f"{_TARGETS}.shape: got {shape[:4]}; expected [{num_tokens - 1}, K] with K from 1 to "
             f"{MAX_TOP_K}"
         )
-    values = from_list(f"{_TARGETS}.data", _checked_ids(body.data, vocab_size), None)
+    values = np.asarray(_checked_ids(body.data, vocab_size), dtype=np.int64)
     sparse = _sparse(body, values, (shape[0], shape[1]))
     if sparse is not None:
         cells = sparse.dense(_NO_CELL)

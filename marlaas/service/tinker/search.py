@@ -1,7 +1,7 @@
 """Sessions of a tenant, looked for by what is known of them, newest first."""
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime
 
 from fastapi import APIRouter, Request, Response
 
@@ -11,6 +11,7 @@ from marlaas.service.parts import WithParts
 from marlaas.service.tinker import bodies
 from marlaas.service.tinker.bodies import number
 from marlaas.service.tinker.door import WithTenant, answer, read, says
+from marlaas.service.tinker.records import iso_time
 from marlaas.store.db import Store
 from marlaas.types import Session, TenantId
 
@@ -65,7 +66,7 @@ def _search(
     if is_more:
         last = found[-1]
         answer["next_cursor"] = {
-            "last_created_at": _time(last.created_s),
+            "last_created_at": iso_time(last.created_s),
             "last_session_id": last.session_id,
         }
     return answer
@@ -123,7 +124,7 @@ def _summary(store: Store, tenant: TenantId, session: Session) -> dict[str, obje
     saved = [store.checkpoints(tenant, run.run_id, limit=1000) for run in runs]
     return {
         "session_id": session.session_id,
-        "created_at": _time(session.created_s),
+        "created_at": iso_time(session.created_s),
         "owner": tenant,
         "project_id": session.project_id,
         "status": _status(session),
@@ -132,7 +133,3 @@ def _summary(store: Store, tenant: TenantId, session: Session) -> dict[str, obje
         "user_metadata": dict(session.metadata),
         "checkpoint_storage_bytes": sum(one.size_bytes for page, _ in saved for one in page),
     }
-
-
-def _time(since_epoch_s: float) -> str:
-    return datetime.fromtimestamp(since_epoch_s, UTC).isoformat()

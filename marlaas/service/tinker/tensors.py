@@ -6,7 +6,6 @@
 - Every fault is named with where it is: `data[3].loss_fn_inputs.advantages[17]`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -109,15 +108,6 @@ def write_tensor(tensor: Any, values: np.ndarray) -> None:
     tensor.shape.extend(values.shape)
 
 
-def write_csr(tensor: Any, sparse: Csr) -> None:
-    """Fill a protobuf tensor with a sparse float32 matrix."""
-    tensor.dtype = FLOAT32
-    tensor.sparse_csr.values = pack(sparse.values, "<f4")
-    tensor.sparse_csr.crow_indices = pack(sparse.crow, "<i8")
-    tensor.sparse_csr.col_indices = pack(sparse.col, "<i8")
-    tensor.shape.extend(sparse.shape)
-
-
 def pack(values: np.ndarray, dtype: str) -> bytes:
     """Return an array as the wire has it."""
     return np.ascontiguousarray(values, dtype=dtype).tobytes()
@@ -130,18 +120,6 @@ def read_int32(where: str, data: bytes) -> np.ndarray:
         InvalidRequest: the bytes are no int32 array.
     """
     return _array(where, data, _DTYPES[INT32])
-
-
-def from_list(where: str, numbers: Sequence[float], shape: Sequence[int] | None) -> np.ndarray:
-    """Return an int64 array of numbers that came as JSON.
-
-    Raises:
-        InvalidRequest: they are no whole numbers, or not as many as the shape says.
-    """
-    if any(not isinstance(number, int) for number in numbers):
-        raise InvalidRequest(f"{where}: expected whole numbers")
-    values = np.asarray(numbers, dtype=np.int64)
-    return _shaped(where, values, tuple(shape) if shape is not None else ())
 
 
 def _array(where: str, data: bytes, dtype: np.dtype) -> np.ndarray:
