@@ -73,7 +73,7 @@ class EngineSettings:
     prefill_budget_tokens: int = 512
     train_budget_tokens: int = 1024
     """Tokens of one fused training pass."""
-    pass_memory_bytes: int = 1 << 30
+    pass_memory_bytes: int = 4 << 30
     """Most memory that one training pass may take at its peak, as predicted."""
     is_exact: bool = False
     """Every result is independent of neighbours, bit for bit (seeded jobs need it)."""

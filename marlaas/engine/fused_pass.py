@@ -13,13 +13,13 @@ are the cells that an objective reads.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from marlaas.engine.allocator import memory_for
+from marlaas.engine.allocator import blocks_from_system
 from marlaas.engine.checkpointing import checkpointed, decoder_layers
 from marlaas.engine.logprobs import ScoredRows, selected_logprobs
 from marlaas.engine.objectives import TrainedTokens, resolve_params, token_loss
@@ -30,6 +30,9 @@ from marlaas.model.attention import BatchedSequences
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import LoraBatch
 from marlaas.types import LOSS_INPUTS, DatumOutput, Objective
+
+LARGE_SHARE = 0.5
+"""A pass that takes more than this share of the budget gives its memory back."""
 
 
 class PassRunner:
@@ -78,8 +81,8 @@ class PassRunner:
         if not len(packed.targets_C):
             return _outputs(packed, torch.zeros(0), None, None)
         batch = LoraBatch.build(self.base.bank, packed.segments, is_exact=self._is_exact)
-        peak_bytes = self.memory.scoring(packed.size)
-        with torch.no_grad(), self.base.bank.active(batch), memory_for(peak_bytes):
+        memory = self._memory_for(self.memory.scoring(packed.size))
+        with torch.no_grad(), self.base.bank.active(batch), memory:
             hidden_ND = self._hidden(packed)
             logprobs_C = self._logprobs(packed, packed.looked_at, hidden_ND)
         return _outputs(packed, _in_order(packed, (packed.looked_at, logprobs_C)), None, None)
@@ -217,9 +220,17 @@ class PassRunner:
         is_needed = self._checkpointing == "always" or (
             self._checkpointing == "auto" and plain_bytes > self._memory_budget_bytes
         )
-        peak_bytes = self.memory.training(packed.size, is_checkpointed=is_needed)
-        with memory_for(peak_bytes), checkpointed(self._layers) if is_needed else nullcontext():
-            yield
+        if is_needed:
+            with blocks_from_system(), checkpointed(self._layers):
+                yield
+        else:
+            with self._memory_for(plain_bytes):
+                yield
+
+    def _memory_for(self, peak_bytes: int) -> AbstractContextManager[None]:
+        """Return where a pass that keeps its activations, or has none, is to happen."""
+        is_large = peak_bytes > LARGE_SHARE * self._memory_budget_bytes
+        return blocks_from_system() if is_large else nullcontext()
 
     def _tensor(self, values: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
         return torch.from_numpy(values).to(self.base.device, dtype)

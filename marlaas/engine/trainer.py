@@ -90,7 +90,7 @@ class LoraTrainer:
         budget_tokens: int = 512,
         is_exact: bool = False,
         checkpointing: str = "auto",
-        memory_budget_bytes: int = 1 << 30,
+        memory_budget_bytes: int = 4 << 30,
     ) -> None:
         """
         Args:

@@ -755,7 +755,7 @@ def test_a_long_trajectory_of_many_turns_completes_beside_short_ones_in_a_tight_
     assert 16_000 < len(long.tokens) <= 16_384
     assert num_preempted > 0 and num_reused > 0
     zeros = np.zeros(len(long.tokens), dtype=np.float32)
-    datum = Datum(long.tokens, weights=zeros, advantages=zeros, sampling_logprobs=zeros)
+    datum = Datum(tokens=long.tokens, weights=zeros, advantages=zeros, sampling_logprobs=zeros)
     trainer = LoraTrainer(base)
     trainer.submit_forward(None, None, [datum], 0)
     [(_, [output])], _ = trainer.step()
