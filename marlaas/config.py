@@ -8,6 +8,7 @@ for into what will run, filling in everything that depends on the machine; nothi
 that.
 """
 
+import contextlib
 import difflib
 import os
 import re
@@ -51,6 +52,8 @@ class RunSettings:
     kv_capacity_tokens: int | None = None
     max_batch: int | None = None
     """Sequences in one worker's decode batch."""
+    pass_memory_bytes: int | None = None
+    """Most memory that one training pass of a worker may take at its peak."""
     durability: Durability = Durability.PROCESS
 
 
@@ -70,6 +73,8 @@ class EngineSettings:
     prefill_budget_tokens: int = 512
     train_budget_tokens: int = 1024
     """Tokens of one fused training pass."""
+    pass_memory_bytes: int = 4 << 30
+    """Most memory that one training pass may take at its peak, as predicted."""
     is_exact: bool = False
     """Every result is independent of neighbours, bit for bit (seeded jobs need it)."""
     is_prepacked: bool = False
@@ -114,6 +119,8 @@ def resolve(
         )
     is_small = kv_bytes_per_token <= SMALL_KV_BYTES
     capacity = run.kv_capacity_tokens or _kv_capacity(kv_bytes_per_token, num_workers)
+    is_prepacked = not is_exact and _has_room_to_prepack(base_bytes, num_workers)
+    own_bytes = PROCESS_BYTES + capacity * kv_bytes_per_token + 2 * base_bytes * is_prepacked
     return [
         EngineSettings(
             name=f"engine-{idx}",
@@ -126,11 +133,24 @@ def resolve(
             train_budget_tokens=1024 if is_small else 256,
             max_context=max_context,
             is_exact=is_exact,
-            is_prepacked=not is_exact and _has_room_to_prepack(base_bytes, num_workers),
+            is_prepacked=is_prepacked,
+            pass_memory_bytes=run.pass_memory_bytes
+            or _pass_memory(base_bytes, own_bytes, num_workers),
             durability=run.durability,
         )
         for idx in range(num_workers)
     ]
+
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+MIN_SLAB_TOKENS = 64
+"""Capacity of the smallest slab of KV; each larger one doubles it."""
+
+
+def slab_tokens(num_tokens: int) -> int:
+    """Return the capacity of the smallest slab of KV that holds so many tokens."""
+    return max(MIN_SLAB_TOKENS, 1 << max(0, num_tokens - 1).bit_length())
 
 
 KV_MEMORY_SHARE = 0.25
@@ -149,14 +169,37 @@ PREPACK_MEMORY_SHARE = 0.25
 one for forward and one for backward products."""
 
 
-def _has_room_to_prepack(base_bytes: int, num_workers: int) -> bool:
+PROCESS_BYTES = 600 << 20
+"""What a worker takes beside weights, KV, adapters and passes: the interpreter and torch."""
+
+SPARE_MEMORY_SHARE = 0.25
+"""Share of the machine's memory that is left to adapters, the server, sandboxes and the system."""
+
+MIN_PASS_BYTES = 256 << 20
+"""A worker's passes get as much in any case; a machine that has less is too small for the base."""
+
+
+def _pass_memory(base_bytes: int, own_bytes: int, num_workers: int) -> int:
+    """Return what is left for one worker's pass; `own_bytes` is what it holds all the time, and the
+    base's pages are shared."""
+    left_bytes = (1 - SPARE_MEMORY_SHARE) * _memory_bytes() - base_bytes
+    return max(MIN_PASS_BYTES, int(left_bytes / num_workers) - own_bytes)
+
+
+def _memory_bytes() -> int:
+    """Return the memory that this process may use: the machine's, or its control group's."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 2 * base_bytes * num_workers <= PREPACK_MEMORY_SHARE * memory_bytes
+    with contextlib.suppress(OSError, ValueError):  # no control groups, or `max`
+        memory_bytes = min(memory_bytes, int(CGROUP_LIMIT.read_text()))
+    return memory_bytes
+
+
+def _has_room_to_prepack(base_bytes: int, num_workers: int) -> bool:
+    return 2 * base_bytes * num_workers <= PREPACK_MEMORY_SHARE * _memory_bytes()
 
 
 def _kv_capacity(kv_bytes_per_token: int, num_workers: int) -> int:
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    tokens = int(memory_bytes * KV_MEMORY_SHARE / num_workers / kv_bytes_per_token)
+    tokens = int(_memory_bytes() * KV_MEMORY_SHARE / num_workers / kv_bytes_per_token)
     return max(1024, min(MAX_KV_TOKENS, tokens // 1024 * 1024))
 
 
@@ -187,6 +230,9 @@ class ServeSettings:
     kv_capacity_tokens: int | None = None
     max_batch: int | None = None
     """Sequences in one worker's decode batch."""
+    pass_memory_bytes: int | None = None
+    """Most memory that one training pass of a worker may take; none is what the machine leaves. It
+    bounds how long trajectories may become."""
     exact: bool = False
     """Every result is independent of neighbours, bit for bit: slower, and needed by seeded jobs."""
     model_aliases: tuple[str, ...] = ()
@@ -228,6 +274,7 @@ class ServeSettings:
             placement=self.placement,
             kv_capacity_tokens=self.kv_capacity_tokens,
             max_batch=self.max_batch,
+            pass_memory_bytes=self.pass_memory_bytes,
             durability=self.durability,
         )
 
@@ -256,6 +303,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "workers": (1, 256),
     "kv_capacity_tokens": (1024, 1 << 30),
     "max_batch": (1, 4096),
+    "pass_memory_bytes": (1 << 24, 1 << 44),
     "max_running_jobs": (1, 10_000),
     "gap_bound": (1e-9, 1.0),
     "max_body_bytes": (1024, 1 << 30),

@@ -171,6 +171,15 @@ class Capabilities:
     in_flight: bool = True
     max_context: int = 2048
     """Tokens of context and completion together."""
+    max_trained_tokens: int | None = None
+    """The longest trajectory whose gradient fits into the trainer's memory, whatever the adapter;
+    None: no bound is known."""
+
+    def max_trajectory(self, *, is_training: bool) -> int:
+        """Return how long a trajectory may become that is trained on, or only judged."""
+        if not is_training or self.max_trained_tokens is None:
+            return self.max_context
+        return min(self.max_context, self.max_trained_tokens)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from marlaas.config import Durability, Placement, ServeSettings, read_serve_settings
+from marlaas.config import (
+    MIN_PASS_BYTES,
+    Durability,
+    Placement,
+    RunSettings,
+    ServeSettings,
+    read_serve_settings,
+    resolve,
+    slab_tokens,
+)
 from marlaas.errors import InvalidRequest
 
 
@@ -76,3 +85,29 @@ def test_the_password_of_the_database_is_masked(url: str) -> None:
 def test_the_clients_variables_are_not_the_services() -> None:
     environment = {"MARLAAS_URL": "x", "MARLAAS_API_KEY": "y", "MARLAAS_CACHE": "z"}
     assert read_serve_settings(None, environment) == ServeSettings()
+
+
+def test_a_pass_gets_what_weights_and_kv_leave_of_the_machine() -> None:
+    facts = {
+        "base_name": "b",
+        "base_folder": "/b",
+        "max_context": 100,
+        "kv_bytes_per_token": 1000,
+        "base_bytes": 1 << 20,
+    }
+
+    def pass_bytes(**asked: int) -> int:
+        return resolve(RunSettings(**asked), **facts)[0].pass_memory_bytes  # type: ignore[arg-type]
+
+    one, two = (pass_bytes(num_workers=num, kv_capacity_tokens=1024) for num in (1, 2))
+    assert one > two >= MIN_PASS_BYTES
+    more_kv = pass_bytes(num_workers=1, kv_capacity_tokens=2048)
+    assert more_kv == one - 1024 * 1000
+    assert pass_bytes(num_workers=256) == MIN_PASS_BYTES
+    assert pass_bytes(pass_memory_bytes=123 << 20) == 123 << 20
+    settings = read_serve_settings(None, {"MARLAAS_PASS_MEMORY_BYTES": str(1 << 30)})
+    assert settings.engines().pass_memory_bytes == 1 << 30
+
+
+def test_slabs_double() -> None:
+    assert [slab_tokens(num) for num in (0, 64, 65, 1000)] == [64, 64, 128, 1024]

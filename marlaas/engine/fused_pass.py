@@ -13,21 +13,26 @@ are the cells that an objective reads.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from marlaas.engine.allocator import blocks_from_system
 from marlaas.engine.checkpointing import checkpointed, decoder_layers
 from marlaas.engine.logprobs import ScoredRows, selected_logprobs
 from marlaas.engine.objectives import TrainedTokens, resolve_params, token_loss
 from marlaas.engine.packing import HeadRows, PackedPass, PassCost
+from marlaas.engine.pass_memory import PassMemory, PassSize
 from marlaas.engine.policy_state import PolicyState
 from marlaas.model.attention import BatchedSequences
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import LoraBatch
 from marlaas.types import LOSS_INPUTS, DatumOutput, Objective
+
+LARGE_SHARE = 0.5
+"""A pass that takes more than this share of the budget gives its memory back."""
 
 
 class PassRunner:
@@ -39,28 +44,45 @@ class PassRunner:
         *,
         is_exact: bool,
         checkpointing: str,
-        activation_budget_bytes: int,
+        memory_budget_bytes: int,
     ) -> None:
         """
         Args:
-            checkpointing: `always`, `never`, or `auto`: when a pass's predicted activations
-                exceed `activation_budget_bytes`.
+            checkpointing: `always`, `never`, or `auto`: when the predicted peak of a pass without
+                it exceeds `memory_budget_bytes`.
         """
         assert checkpointing in ("auto", "always", "never")
         self.base = base
         self.cost = PassCost.of(base)
+        self.memory = PassMemory.of(base)
         self._is_exact = is_exact
         self._checkpointing = checkpointing
-        self._activation_budget_bytes = activation_budget_bytes
+        self._memory_budget_bytes = memory_budget_bytes
         self._layers = decoder_layers(base.model)
         self._dtype = torch.promote_types(base.dtype, torch.float32)
+
+    def peak_bytes(self, size: PassSize) -> int:
+        """Return the peak of a training pass of some size, checkpointed or not as may be chosen."""
+        is_checkpointed = self._checkpointing != "never"
+        return self.memory.training(size, is_checkpointed=is_checkpointed)
+
+    def fits(self, size: PassSize) -> bool:
+        """Return whether a pass of some size keeps to the budget."""
+        return self.peak_bytes(size) <= self._memory_budget_bytes
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence that may be trained on, whatever its adapter."""
+        is_checkpointed = self._checkpointing != "never"
+        return self.memory.longest(self._memory_budget_bytes, is_checkpointed=is_checkpointed)
 
     def score(self, packed: PackedPass) -> list[DatumOutput]:
         """Return the logprobs of the scored tokens of every datum."""
         if not len(packed.targets_C):
             return _outputs(packed, torch.zeros(0), None, None)
         batch = LoraBatch.build(self.base.bank, packed.segments, is_exact=self._is_exact)
-        with torch.no_grad(), self.base.bank.active(batch):
+        memory = self._memory_for(self.memory.scoring(packed.size))
+        with torch.no_grad(), self.base.bank.active(batch), memory:
             hidden_ND = self._hidden(packed)
             logprobs_C = self._logprobs(packed, packed.looked_at, hidden_ND)
         return _outputs(packed, _in_order(packed, (packed.looked_at, logprobs_C)), None, None)
@@ -194,14 +216,21 @@ class PassRunner:
 
     @contextmanager
     def _checkpointing_of(self, packed: PackedPass) -> Iterator[None]:
-        predicted_bytes = self.cost.activation_bytes(
-            packed.num_tokens, packed.num_queries, packed.num_keys
-        )
+        plain_bytes = self.memory.training(packed.size, is_checkpointed=False)
         is_needed = self._checkpointing == "always" or (
-            self._checkpointing == "auto" and predicted_bytes > self._activation_budget_bytes
+            self._checkpointing == "auto" and plain_bytes > self._memory_budget_bytes
         )
-        with checkpointed(self._layers) if is_needed else nullcontext():
-            yield
+        if is_needed:
+            with blocks_from_system(), checkpointed(self._layers):
+                yield
+        else:
+            with self._memory_for(plain_bytes):
+                yield
+
+    def _memory_for(self, peak_bytes: int) -> AbstractContextManager[None]:
+        """Return where a pass that keeps its activations, or has none, is to happen."""
+        is_large = peak_bytes > LARGE_SHARE * self._memory_budget_bytes
+        return blocks_from_system() if is_large else nullcontext()
 
     def _tensor(self, values: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
         return torch.from_numpy(values).to(self.base.device, dtype)

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from marlaas.config import slab_tokens
 from marlaas.engine.kv_attention import DecodeContext, PrefillContext
-from marlaas.engine.kv_cache import Chunk, Slab, SlabPool, capacity_for
+from marlaas.engine.kv_cache import Chunk, Slab, SlabPool
 from marlaas.engine.prompt_scores import PromptScores, score_problems
 from marlaas.engine.sampler import SamplingBatch, most_likely, sample
 from marlaas.engine.scheduler import Scheduler
@@ -72,10 +73,10 @@ class BatchGenerator:
         decode_text: Callable[[list[int]], str] | None = None,
         is_exact: bool = False,
     ) -> None:
-        if capacity_for(max_context) > kv_capacity_tokens:
+        if slab_tokens(max_context) > kv_capacity_tokens:
             raise CapacityExceeded(
                 f"kv_capacity_tokens {kv_capacity_tokens}: one sequence of max_context "
-                f"{max_context} takes {capacity_for(max_context)}"
+                f"{max_context} takes {slab_tokens(max_context)}"
             )
         if is_exact:
             base.check_exact()

@@ -9,7 +9,10 @@ that a decode step is one attention call per capacity over views, without a copy
 
 Invariants:
 - Positions of a row from its slab's `length` on are zero: a masked NaN still reaches the output.
-- The capacities of all slabs together stay within the pool's budget.
+- The capacities of all slabs together stay within the pool's budget, and so do the rows of all
+  classes. While a class grows, its old rows and its new ones exist side by side, and a slab that
+  moves to a larger class once more: for that moment up to as much again. It comes out of the room
+  that training passes have (`config.pass_memory_bytes`), as one thread does one or the other.
 - A slab's row changes as others come and go; only the slab itself is a stable handle.
 
 Shape suffixes: G key-value heads, E head width.
@@ -21,8 +24,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-MIN_CAPACITY_TOKENS = 64
-"""Capacity of the smallest class; each further class doubles it."""
+from marlaas.config import slab_tokens
 
 
 class SlabKind(IntEnum):
@@ -178,7 +180,7 @@ class SlabPool:
 
     def allocate(self, owner: object, num_tokens: int) -> Slab | None:
         """Return an empty slab for at least `num_tokens`, to be filled; None if over budget."""
-        capacity = capacity_for(num_tokens)
+        capacity = slab_tokens(num_tokens)
         if self.used_tokens + capacity > self.capacity_tokens:
             return None
         self.used_tokens += capacity
@@ -200,7 +202,7 @@ class SlabPool:
 
     def grow(self, slab: Slab, num_tokens: int) -> bool:
         """Move the slab to where `num_tokens` fit; False if over budget, nothing changed then."""
-        old, capacity = slab.home, capacity_for(num_tokens)
+        old, capacity = slab.home, slab_tokens(num_tokens)
         if capacity <= old.capacity:
             return True
         if self.used_tokens - old.capacity + capacity > self.capacity_tokens:
@@ -228,6 +230,7 @@ class SlabPool:
     def check(self) -> None:
         """Assert every invariant of this module; for tests."""
         assert self.used_tokens <= self.capacity_tokens
+        assert sum(c.capacity * c.num_rows for c in self.classes) <= self.capacity_tokens
         assert self.used_tokens == sum(c.capacity * len(c.slabs) for c in self.classes)
         for home in self.classes:
             assert home.bounds[-1] == len(home.slabs) <= home.num_rows
@@ -262,11 +265,3 @@ class SlabPool:
             home.resize(num_rows)
             self.decode_epoch += 1  # Views of the old tensors are stale.
         return home
-
-
-def capacity_for(num_tokens: int) -> int:
-    """Return the capacity of the smallest class that holds `num_tokens`."""
-    capacity = MIN_CAPACITY_TOKENS
-    while capacity < num_tokens:
-        capacity *= 2
-    return capacity

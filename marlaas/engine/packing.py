@@ -16,13 +16,14 @@ sequences of an attention batch, T tokens of a datum or of the longest sequence 
 are those of one chunk.
 """
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from marlaas.engine.pass_memory import PassSize
 from marlaas.model.attention import AttentionBatch
 from marlaas.model.bank import Slot
 from marlaas.model.base import BaseModel
@@ -78,49 +79,30 @@ class PassCost:
 
     cost_per_pair: float
     """Cost of one pair of positions in attention."""
-    bytes_per_token: int
-    """What autograd keeps for one token of a pass outside attention, no layer checkpointed."""
-    bytes_per_query: int
-    """What it keeps for one query of an attention batch: q and the output, all layers."""
-    bytes_per_key: int
-    """What it keeps for one key of an attention batch: k and v, all layers."""
 
     @classmethod
     def of(cls, base: BaseModel) -> "PassCost":
         shapes = base.bank.modules
         num_weights = sum(shape.in_features * shape.out_features for shape in shapes)
-        width_out = Counter[str]()
-        width_in = Counter[str]()
-        for shape in shapes:
-            width_out[shape.kind] += shape.out_features
-            width_in[shape.kind] += shape.in_features
-        # Before q and before gate: the residual stream and its norm. In the gated product: gate,
-        # silu(gate), up, and the product, which is the input of down.
-        per_token = 2 * width_in["q_proj"] + width_in["o_proj"] + 2 * width_in["gate_proj"]
-        per_token += 2 * width_out["gate_proj"] + width_out["up_proj"] + width_in["down_proj"]
-        size_bytes = base.head.weight.element_size()
-        return cls(
-            cost_per_pair=7 * width_out["q_proj"] / (4 * num_weights),
-            bytes_per_token=per_token * size_bytes,
-            bytes_per_query=2 * width_out["q_proj"] * size_bytes,
-            bytes_per_key=(width_out["k_proj"] + width_out["v_proj"]) * size_bytes,
-        )
+        queries = sum(shape.out_features for shape in shapes if shape.kind == "q_proj")
+        return cls(cost_per_pair=7 * queries / (4 * num_weights))
 
     def __call__(self, num_tokens: int, num_shared: int = 0) -> float:
         """Return the cost of one sequence, the first `num_shared` tokens of which are there."""
         return num_tokens - num_shared + self.cost_per_pair * (num_tokens**2 - num_shared**2)
 
-    def activation_bytes(self, num_tokens: int, num_queries: int, num_keys: int) -> int:
-        """Return what autograd keeps of a pass with so many queries and keys in its attention."""
-        return (
-            num_tokens * self.bytes_per_token
-            + num_queries * self.bytes_per_query
-            + num_keys * self.bytes_per_key
-        )
-
 
 # ---------------------------------------------------------------------------------------------
 # Chunks and passes
+
+Fits = Callable[[PassSize], bool]
+"""Says whether a pass of that size fits into memory."""
+
+NOTHING = PassSize(0, 0, 0)
+
+
+def always_fits(size: PassSize) -> bool:
+    return True
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -137,6 +119,7 @@ class Submission:
     outputs: list
     """One `DatumOutput` per datum, None until its chunk has run."""
     num_chunks_left: int = 0
+    has_head_adapter: bool = False
 
     @property
     def is_training(self) -> bool:
@@ -161,27 +144,33 @@ class Chunk:
     shared: tuple[SharedPrefix, ...]
     """Per datum, what it need not compute again."""
     cost: float
+    size: PassSize
+    """What it takes of a pass's memory."""
 
     @property
     def data(self) -> Sequence[Datum]:
         return self.submission.data[self.start : self.end]
 
 
-def cut(submission: Submission, cost: PassCost, budget_tokens: float) -> list[Chunk]:
-    """Cut a submission's data, in order, into chunks of whole data within the budget.
+def cut(
+    submission: Submission, cost: PassCost, budget_tokens: float, fits: Fits = always_fits
+) -> list[Chunk]:
+    """Cut a submission's data, in order, into chunks of whole data within the budget of tokens and,
+    unless a single datum is larger, of memory.
 
     A prefix that several data of a chunk have in common, such as the prompt of a group, is computed
     once and costs once.
     """
     chunks: list[Chunk] = []
     start, held, num_cells = 0, 0.0, 0
+    held_size = NOTHING
     inputs: list[np.ndarray] = []
     shared: list[SharedPrefix] = []
 
     def close(end: int) -> None:
-        nonlocal start, held, num_cells
-        chunks.append(Chunk(submission, start, end, tuple(shared), held))
-        start, held, num_cells = end, 0.0, 0
+        nonlocal start, held, num_cells, held_size
+        chunks.append(Chunk(submission, start, end, tuple(shared), held, held_size))
+        start, held, num_cells, held_size = end, 0.0, 0, NOTHING
         inputs.clear()
         shared.clear()
 
@@ -190,16 +179,42 @@ def cut(submission: Submission, cost: PassCost, budget_tokens: float) -> list[Ch
         own = datum.tokens[: _num_inputs(datum, wanted)]
         prefix = _longest_shared_prefix(own, inputs)
         is_full = held + cost(len(own), prefix.length) > budget_tokens
-        if idx > start and (is_full or num_cells + len(wanted) > MAX_CHUNK_CELLS):
+        is_full |= num_cells + len(wanted) > MAX_CHUNK_CELLS
+        size = _size_of(submission, len(own), prefix.length, len(wanted))
+        if idx > start and (is_full or not fits(held_size + size)):
             close(idx)
             prefix = SharedPrefix(0, 0)
+            size = _size_of(submission, len(own), 0, len(wanted))
         held += cost(len(own), prefix.length)
+        held_size += size
         num_cells += len(wanted)
         inputs.append(own)
         shared.append(prefix)
     close(len(submission.data))
     submission.num_chunks_left = len(chunks)
     return chunks
+
+
+def _size_of(submission: Submission, length: int, num_shared: int, num_cells: int) -> PassSize:
+    """Return what one sequence adds to a pass."""
+    slot, num_new = submission.slot, length - num_shared
+    is_masked = num_shared > 0 and length <= MAX_MASKED
+    num_queries = num_new if is_masked else length
+    return PassSize(
+        num_tokens=num_new,
+        num_queries=num_queries,
+        num_keys=length,
+        num_rows=min(num_cells, length),
+        num_ranks=num_new * slot.rank if slot is not None else 0,
+        num_masked=num_queries * length if is_masked else 0,
+        has_head_adapter=submission.has_head_adapter,
+    )
+
+
+def size_of_datum(submission: Submission, datum: Datum) -> PassSize:
+    """Return the size of a pass over one datum alone."""
+    wanted = wanted_cells(datum, submission.is_training)
+    return _size_of(submission, _num_inputs(datum, wanted), 0, len(wanted))
 
 
 def _longest_shared_prefix(own: np.ndarray, inputs: Sequence[np.ndarray]) -> SharedPrefix:
@@ -224,8 +239,9 @@ class ChunkQueue:
     `push -> pop_pass`; `drop` takes out all of one policy.
     """
 
-    def __init__(self, budget_tokens: float, *, is_exact: bool) -> None:
+    def __init__(self, budget_tokens: float, *, is_exact: bool, fits: Fits = always_fits) -> None:
         self._budget_tokens = budget_tokens
+        self._fits = fits
         self._is_exact = is_exact
         self._waiting: OrderedDict[Hashable, deque[Chunk]] = OrderedDict()
 
@@ -254,15 +270,17 @@ class ChunkQueue:
             return []
         is_training = next(iter(self._waiting.values()))[0].submission.is_training
         taken: list[Chunk] = []
-        left = self._budget_tokens
+        left, size = self._budget_tokens, NOTHING
         for key in list(self._waiting):
             waiting = self._waiting[key]
             served = 0
             while waiting and waiting[0].submission.is_training == is_training:
-                if taken and (waiting[0].cost > left or (served and self._is_exact)):
+                is_beyond = waiting[0].cost > left or not self._fits(size + waiting[0].size)
+                if taken and (is_beyond or (served and self._is_exact)):
                     break
                 chunk = waiting.popleft()
                 left -= chunk.cost
+                size += chunk.size
                 taken.append(chunk)
                 served += 1
             if not waiting:
@@ -413,14 +431,22 @@ class PackedPass:
         return len(self.tokens_N)
 
     @property
-    def num_queries(self) -> int:
-        """Queries of the attention batches, repeated ones as often as they occur."""
-        return sum(batch.num_queries for batch in self.attention)
-
-    @property
-    def num_keys(self) -> int:
-        """Keys of the attention batches, shared and repeated ones as often as they occur."""
-        return sum(batch.num_keys for batch in self.attention)
+    def size(self) -> PassSize:
+        """What the pass takes of memory, repeated queries and keys as often as they occur."""
+        slots = [segment.slot for segment in self.segments]
+        return PassSize(
+            num_tokens=self.num_tokens,
+            num_queries=sum(batch.num_queries for batch in self.attention),
+            num_keys=sum(batch.num_keys for batch in self.attention),
+            num_rows=len(self.trained.place_M) + len(self.looked_at.place_M),
+            num_ranks=sum(
+                segment.length * slot.rank
+                for segment, slot in zip(self.segments, slots, strict=True)
+                if slot is not None
+            ),
+            num_masked=sum(batch.num_masked for batch in self.attention),
+            has_head_adapter=any(chunk.submission.has_head_adapter for chunk in self.chunks),
+        )
 
     def segments_of(self, rows: HeadRows) -> list[Segment]:
         """Return whose rows these are."""

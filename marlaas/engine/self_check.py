@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from marlaas.config import slab_tokens
 from marlaas.engine.generator import BatchGenerator
-from marlaas.engine.kv_cache import capacity_for
 from marlaas.engine.types import SequenceRequest, SequenceResult
 from marlaas.model.base import BaseModel
 from marlaas.model.self_check import (
@@ -67,7 +67,7 @@ def _generate(base: BaseModel, sequences: tuple[Tensor, ...]) -> list[SequenceRe
     longest = max(map(len, sequences)) + DECODED_TOKENS
     generator = BatchGenerator(
         base,
-        kv_capacity_tokens=2 * len(sequences) * capacity_for(longest),
+        kv_capacity_tokens=2 * len(sequences) * slab_tokens(longest),
         max_context=longest,
         prefill_budget_tokens=PREFILL_CHUNK,
     )

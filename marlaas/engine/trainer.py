@@ -36,7 +36,16 @@ from marlaas.engine.datum_checks import MAX_CELLS, datum_problems
 from marlaas.engine.fused_pass import PassRunner
 from marlaas.engine.objectives import check_objective
 from marlaas.engine.optimizer import adamw_, check_adam, clip_
-from marlaas.engine.packing import ChunkQueue, PackedPass, PassCost, Submission, cut, pack
+from marlaas.engine.packing import (
+    ChunkQueue,
+    PackedPass,
+    PassCost,
+    Submission,
+    cut,
+    pack,
+    size_of_datum,
+)
+from marlaas.engine.pass_memory import PassMemory
 from marlaas.engine.policy_state import PolicyState, load_snapshot, save_snapshot
 from marlaas.engine.types import Work
 from marlaas.errors import InvalidRequest
@@ -81,10 +90,13 @@ class LoraTrainer:
         budget_tokens: int = 512,
         is_exact: bool = False,
         checkpointing: str = "auto",
-        activation_budget_bytes: int = 1 << 30,
+        memory_budget_bytes: int = 4 << 30,
     ) -> None:
-        """`checkpointing`: `always`, `never`, or `auto`: when a pass's predicted activations exceed
-        `activation_budget_bytes`."""
+        """
+        Args:
+            memory_budget_bytes: most that one pass may take at its peak, as predicted.
+            checkpointing: `always`, `never`, or `auto`: when a pass does not fit without.
+        """
         if is_exact:
             base.check_exact()
         self.base = base
@@ -92,11 +104,12 @@ class LoraTrainer:
             base,
             is_exact=is_exact,
             checkpointing=checkpointing,
-            activation_budget_bytes=activation_budget_bytes,
+            memory_budget_bytes=memory_budget_bytes,
         )
         self._budget_tokens = budget_tokens
         self._is_exact = is_exact
-        self._queue = ChunkQueue(budget_tokens, is_exact=is_exact)
+        self._memory_budget_bytes = memory_budget_bytes
+        self._queue = ChunkQueue(budget_tokens, is_exact=is_exact, fits=self._runner.fits)
         self._states: dict[Hashable, PolicyState] = {}
         self._dtype = torch.promote_types(base.dtype, torch.float32)
 
@@ -108,6 +121,16 @@ class LoraTrainer:
     def cost(self) -> PassCost:
         """Predicts what sequences cost in a pass; for whoever plans or charges."""
         return self._runner.cost
+
+    @property
+    def memory(self) -> PassMemory:
+        """Predicts what passes take of memory."""
+        return self._runner.memory
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest datum that is sure to fit into memory, whatever its policy's adapter."""
+        return min(self._runner.longest, self.base.max_context)
 
     # Policies ------------------------------------------------------------------------------
 
@@ -257,6 +280,7 @@ class LoraTrainer:
             problems.append(f"{num_cells} targets in all; expected at most {MAX_CELLS} at once")
         if problems:
             raise InvalidRequest(*problems)
+        bank = self.base.bank
         submission = Submission(
             ticket=ticket,
             key=key,
@@ -264,8 +288,27 @@ class LoraTrainer:
             data=data,
             objective=objective,
             outputs=[None] * len(data),
+            has_head_adapter=slot is not None and "lm_head" in bank.kinds(slot),
         )
-        self._queue.push(cut(submission, self.cost, self._budget_tokens))
+        if problems := list(self._memory_problems(submission)):
+            raise InvalidRequest(*problems)
+        fits = self._runner.fits
+        self._queue.push(cut(submission, self.cost, self._budget_tokens, fits))
+
+    def _memory_problems(self, submission: Submission) -> Iterator[str]:
+        """Yield which data are too large for a pass of their own."""
+        for idx, datum in enumerate(submission.data):
+            size = size_of_datum(submission, datum)
+            if not self._runner.fits(size):
+                needed_mb, budget_mb = (
+                    num_bytes / 2**20
+                    for num_bytes in (self._runner.peak_bytes(size), self._memory_budget_bytes)
+                )
+                yield (
+                    f"datum {idx}: {len(datum.tokens)} tokens take {needed_mb:.0f} MiB while they "
+                    f"are computed, and there are {budget_mb:.0f}; expected at most "
+                    f"{self.max_tokens} tokens"
+                )
 
     # Passes --------------------------------------------------------------------------------
 

@@ -29,7 +29,14 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from marlaas.envs.base import Family
 from marlaas.envs.latency import with_latency
-from marlaas.errors import Conflict, EnvironmentFailure, FailureKind, MarlaasError, WorkerLost
+from marlaas.errors import (
+    Conflict,
+    EnvironmentFailure,
+    FailureKind,
+    InvalidRequest,
+    MarlaasError,
+    WorkerLost,
+)
 from marlaas.loop import algorithms
 from marlaas.loop.concurrency import to_its_end
 from marlaas.loop.evaluation import Evaluation, is_due
@@ -194,13 +201,15 @@ class Controller:
 
         Raises:
             NotFound: `owner` was purged meanwhile.
-            InvalidRequest: its algorithm or environment cannot be made, or it is forked from
-                something that is not there.
+            InvalidRequest: its algorithm or environment cannot be made, its trajectories may become
+                longer than memory trains, or it is forked from something that is not there.
             Conflict: the tenant has another job of that name, or used the key for another one.
             QuotaExceeded: the tenant has too many queued jobs.
         """
         algorithms.resolve(spec.algorithm)
-        self._make_family(spec)
+        family = self._make_family(spec)
+        if problem := self._placement.length_problem(spec, family.max_turns):
+            raise InvalidRequest(problem)
         request = Request(idempotency_key=idempotency_key, body_digest=body_digest, owner=owner)
         return await self._lifecycle.submit(spec, request)
 

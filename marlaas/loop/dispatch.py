@@ -7,8 +7,9 @@
 
 - A tenant has so many samples under way at once; what waits for a place is the order and a number.
   Where a sample goes is decided when it gets its place, so that no worker runs dry.
-- The samples of one order go to one worker, whose prompt is computed once. So do equal prompts of
-  several orders of one tenant that are open together; never those of two tenants.
+- The samples of one order go to one worker, where the prompt is computed once; of large orders
+  every few may go elsewhere. Equal prompts of several orders of one tenant that are open together
+  are computed once, too; never those of two tenants.
 - One sample that fails ends its order: the others are taken out of their batches first.
 - A worker that is lost costs a sample one repetition, elsewhere if there is an elsewhere.
 """
@@ -38,6 +39,10 @@ from marlaas.types import (
     TenantId,
     Usage,
 )
+
+TOGETHER = 16
+"""Samples of one order that go to one worker. A prompt is computed once on each worker, and large
+orders are to fill all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +107,8 @@ class Order:
     result: asyncio.Future[list[Completion]]
     places: Places | None = None
     """Of its tenant; from submission on."""
-    station: Station | None = None
-    """Where its samples go, so that the prompt is computed once."""
+    stations: dict[int, Station] = field(default_factory=dict)
+    """Where its samples go, by `TOGETHER` of them."""
     is_begun: bool = False
     """A sample began, so the version stays what it is."""
     resolving: asyncio.Lock | None = None
@@ -238,7 +243,9 @@ class Dispatcher:
     async def _resume(self, places: Places) -> None:
         await self._tenants.tokens_left(places.tenant_id)
         del self._resuming[places.tenant_id]
-        self._fill(places)
+        # Everything may have been cancelled meanwhile, and something else have come.
+        if (current := places.of_kind.get(places.tenant_id)) is not None:
+            self._fill(current)
 
     def _note_end(self, order: Order, index: int, places: Places, task: asyncio.Task[None]) -> None:
         """A sample's task is over: it may have been cancelled before it took a single step."""
@@ -287,13 +294,15 @@ class Dispatcher:
 
     async def _try(self, order: Order, index: int) -> None:
         for _ in range(order.max_attempts):
-            station = order.station = order.station or await self._choose(order.version)
+            part = index // TOGETHER
+            station = order.stations.get(part) or await self._choose(order.version)
+            station = order.stations.setdefault(part, station)  # a sibling's, if it chose meanwhile
             try:
                 return await self._sample(order, index, station)
             except WorkerLost:
                 self._start_recovery(station)
-                if order.station is station:
-                    order.station = None
+                if order.stations.get(part) is station:
+                    del order.stations[part]
         raise WorkerLost(f"a worker was lost in all of {order.max_attempts} attempts")
 
     async def _sample(self, order: Order, index: int, station: Station) -> None:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Protocol, TypeVar, TypeVarTuple
 
 from marlaas import runtime
+from marlaas.config import slab_tokens
 from marlaas.errors import NotFound, PolicyDiverged, StoreUnavailable, WorkerLost
 from marlaas.loop.fairness import CostModel, FairQueue, TokenCounts, WorkerLoad
 from marlaas.loop.forks import take_fork
@@ -38,6 +39,9 @@ from marlaas.types import (
     Trainer,
     WorkerStats,
 )
+
+LEAST_PROMPT_TOKENS = 1
+"""Of a prompt that nothing is known of."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -174,6 +178,28 @@ class Placement:
         station.costs.expect(spec.job_id, counts)
         return station
 
+    def length_problem(self, spec: JobSpec, max_turns: int) -> str:
+        """Return why a job's longest trajectory could not be trained on; nothing if it could.
+
+        A prompt and what an environment says take room as well, but how much is not known before:
+        a trajectory that comes to the bound ends there, as it does at the end of the context.
+        """
+        able = [station.worker.generator.capabilities for station in self.alive]
+        if not able:
+            return ""
+        bound = min(one.max_trajectory(is_training=True) for one in able)
+        context = min(one.max_context for one in able)
+        longest = min(context, LEAST_PROMPT_TOKENS + max_turns * spec.max_tokens)
+        if longest <= bound:
+            return ""
+        fitting = (bound - LEAST_PROMPT_TOKENS) // max_turns
+        turns = f"{max_turns} turns" if max_turns > 1 else "one turn"
+        return (
+            f"max_tokens: got {spec.max_tokens}; {turns} may make a trajectory of {longest} "
+            f"tokens, and the memory of a worker trains at most {bound}; expected at most "
+            f"{fitting}, or a service with a larger `pass_memory_bytes`"
+        )
+
     @property
     def alive(self) -> list[Station]:
         """Stations that were not given up."""
@@ -231,7 +257,8 @@ class PolicyGenerator:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self._unreserve(min(1, self._num_reserved))
-        kv_tokens = len(request.tokens) + request.sampling.max_tokens
+        # What it may grow to, as the worker's memory counts it.
+        kv_tokens = slab_tokens(len(request.tokens) + request.sampling.max_tokens)
         with self._station.load.sampling(kv_tokens, self._on_leave):
             if not self._is_bound:
                 raise WorkerLost(f"{self._station.worker.name} was started anew")

@@ -124,7 +124,8 @@ class GroupRollout:
             envs = self._family.make(prompt, plan.size)
         except Exception as error:  # the fate "bad rollout": whatever tenant-chosen code raises
             return _stillborn(plan, f"{type(error).__name__}: {error}")
-        max_context = generator.capabilities.max_context
+        able = generator.capabilities
+        max_context = able.max_trajectory(is_training=plan.is_training)
         least = self._tokenizer.least_tokens(prompt.messages)
         if least >= max_context:
             return _stillborn(plan, _no_room(least, max_context))
@@ -217,7 +218,8 @@ class Episode:
     async def _play(
         self, env: Env, generator: Generator, max_turns: int
     ) -> tuple[TrajectoryEnd, EnvStep]:
-        max_context = generator.capabilities.max_context
+        able = generator.capabilities
+        max_context = able.max_trajectory(is_training=self._plan.is_training)
         if self._opening_len >= max_context:
             raise EnvironmentFailure(FailureKind.ERROR, _no_room(self._opening_len, max_context))
         for turn in range(1, max_turns + 1):

@@ -392,7 +392,7 @@ def _accept_near(
         next_seq = store.next_seq(tenant_id, run_id) if next_seq is None else next_seq
         if seq > next_seq + MAX_AHEAD:
             raise InvalidRequest(
-                f"seq_id = {seq}, where run {run_id} is at {next_seq}; expected the next number, or "
-                f"one at most {MAX_AHEAD} beyond it"
+                f"seq_id = {seq}, where run {run_id} is at {next_seq}; expected the next number, "
+                f"or one at most {MAX_AHEAD} beyond it"
             )
     return store.accept(tenant_id, operation)

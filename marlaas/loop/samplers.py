@@ -29,7 +29,14 @@ from hashlib import blake2b
 import numpy as np
 
 from marlaas import runtime
-from marlaas.errors import Expired, InvalidRequest, MarlaasError, NotFound, QuotaExceeded
+from marlaas.errors import (
+    Expired,
+    InvalidRequest,
+    MarlaasError,
+    NotFound,
+    QuotaExceeded,
+    WorkerLost,
+)
 from marlaas.loop.dispatch import NO_EXTRAS, Extras, Order
 from marlaas.loop.operations import Category, Waiting, category_of
 from marlaas.loop.results import FeedKey, Held, Results
@@ -210,6 +217,7 @@ class Samplers:
             NotFound: this tenant has no such sampler, or its checkpoint is gone.
             InvalidRequest: faulty settings, or the number stands for another request.
             QuotaExceeded: too many samples are under way, or results wait to be fetched.
+            WorkerLost: the service is about to end.
         """
         if not 0 <= seq <= MAX_SEQ:
             raise InvalidRequest(f"seq_id = {seq}; expected 0 to {MAX_SEQ}")
@@ -220,6 +228,8 @@ class Samplers:
         if not self._is_same(tenant_id, request_id, digest):
             known = await self._find(tenant_id, sampler_id)
             await self._serving.prepare(tenant_id)
+            if self._is_closing:
+                raise WorkerLost("the service is about to end: send the request again")
             # Meanwhile the same request may have come another time. From here on nothing waits.
             if not self._is_same(tenant_id, request_id, digest):
                 feed_key: FeedKey = (tenant_id, sampler_id, seq // CLONE)
@@ -393,7 +403,7 @@ class Samplers:
         if known is None or known.checked_s + self._settings.recheck_s <= now_s:
             if key not in self._checks:
                 self._checks[key] = asyncio.create_task(self._check(key, known))
-                self._checks[key].add_done_callback(lambda _: self._checks.pop(key))
+                self._checks[key].add_done_callback(partial(self._note_checked, key))
             known = await asyncio.shield(self._checks[key])
         if known.expires_s is not None and known.expires_s <= runtime.wall_time_s():
             raise _gone(known.sampler)
@@ -411,6 +421,11 @@ class Samplers:
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
         return found
+
+    def _note_checked(self, key: tuple[TenantId, str], check: asyncio.Task[_Known]) -> None:
+        del self._checks[key]
+        if not check.cancelled():
+            check.exception()  # whoever was to hear of it may have left
 
     async def _own(self, tenant_id: TenantId, sampler_id: str) -> Sampler:
         """Return a sampler of a tenant, whatever became of its checkpoint.

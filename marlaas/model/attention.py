@@ -79,6 +79,11 @@ class AttentionBatch:
     def num_queries(self) -> int:
         return self.keys_ST.size if self.queries_SQ is None else self.queries_SQ.size
 
+    @property
+    def num_masked(self) -> int:
+        """Elements of its mask."""
+        return 0 if self.queries_SQ is None else self.queries_SQ.size * self.keys_ST.shape[1]
+
 
 @dataclass(frozen=True, slots=True)
 class BatchedSequences:

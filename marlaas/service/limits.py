@@ -88,6 +88,36 @@ async def read_body(request: Request) -> bytes:
     return b"".join(pieces)
 
 
+class BodyReader:
+    """The body of a request in two steps, so that its beginning can say what the rest will take.
+
+    body = BodyReader(request)
+    first = await body.begin(18)
+    whole = await body.rest()
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._stream = request.stream()
+        self._pieces: list[bytes] = []
+
+    async def begin(self, num_bytes: int) -> bytes:
+        """Return the first bytes, at least so many if there are."""
+        while sum(map(len, self._pieces)) < num_bytes:
+            piece = await anext(self._stream, None)
+            if piece is None:
+                break
+            self._pieces.append(piece)
+        return b"".join(self._pieces)
+
+    async def rest(self) -> bytes:
+        """Return the whole body."""
+        async for piece in self._stream:
+            self._pieces.append(piece)
+        whole = b"".join(self._pieces)
+        self._pieces.clear()
+        return whole
+
+
 # ---------------------------------------------------------------------------------------------
 # JSON
 

@@ -20,7 +20,10 @@ from marlaas.service.trials import Trials
 from marlaas.store.async_store import AsyncStore
 
 MAX_PASS_BYTES_OF_ONE = 128 << 20
-"""Of one tenant's requests to train, while they are read."""
+"""Of one tenant's requests to train, while they are read: decompressed."""
+
+MAX_UNFOLDED_BYTES_OF_ONE = 512 << 20
+"""What the sparse tensors of one tenant's requests to train come to, until these are accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,8 @@ class Parts:
     identities: Identities = field(default_factory=Identities)
     rates: Rates = field(default_factory=Rates)
     passes: Room = field(default_factory=lambda: Room(MAX_PASS_BYTES_OF_ONE))
+    unfolded: Room = field(default_factory=lambda: Room(MAX_UNFOLDED_BYTES_OF_ONE))
+    """Taken by who has room in `passes`, never the other way round."""
     uploads: Turns = field(default_factory=Turns)
     """One upload of a tenant at a time: so much is held in memory, and no more."""
     readings: Turns = field(default_factory=Turns)

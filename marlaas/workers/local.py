@@ -120,6 +120,9 @@ class LocalWorker:
         self._connection.send(len(blob).to_bytes(4, "little") + blob)
         reply = _checked(await ready, m.ReplyReady)
         self.self_check = dict(reply.self_check)
+        self._capabilities = replace(
+            self._capabilities, max_trained_tokens=reply.max_trained_tokens
+        )
         self.incarnation += 1
         self.lost.clear()
 

@@ -161,6 +161,8 @@ class ReplyReady:
 
     max_context: int
     self_check: Mapping[str, float]
+    max_trained_tokens: int
+    """The longest datum that fits into a training pass of this worker."""
 
 
 @dataclass(frozen=True, slots=True)

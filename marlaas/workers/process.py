@@ -49,7 +49,10 @@ def build_host(settings: EngineSettings) -> tuple[EngineHost, dict[str, float]]:
         is_exact=settings.is_exact,
     )
     trainer = LoraTrainer(
-        base, budget_tokens=settings.train_budget_tokens, is_exact=settings.is_exact
+        base,
+        budget_tokens=settings.train_budget_tokens,
+        memory_budget_bytes=settings.pass_memory_bytes,
+        is_exact=settings.is_exact,
     )
     is_synced = settings.durability is Durability.POWER
     host = EngineHost(settings.name, base, generator, trainer, is_synced=is_synced)
@@ -90,7 +93,11 @@ def main() -> None:
         reply = m.ReplyError(type(error).__name__, str(error))
         connection.sendall(m.pack(0, reply))
         return
-    ready = m.ReplyReady(max_context=settings.max_context, self_check=deviations)
+    ready = m.ReplyReady(
+        max_context=settings.max_context,
+        self_check=deviations,
+        max_trained_tokens=host.trainer.max_tokens,
+    )
     connection.sendall(m.pack(0, ready))
     with contextlib.suppress(ConnectionError):  # the server is gone: nobody to answer any more
         serve(connection, host)

@@ -7,6 +7,7 @@ live differ: the weights travel from the training worker to the sampling one.
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from marlaas.errors import Conflict, NotFound
 from marlaas.types import (
@@ -61,7 +62,8 @@ class SplitWorker:
 
     @property
     def capabilities(self) -> Capabilities:
-        return self.sampling.capabilities
+        trained = self.training.capabilities.max_trained_tokens
+        return replace(self.sampling.capabilities, max_trained_tokens=trained)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         return await self.sampling.generate(request)

@@ -1,7 +1,7 @@
 """Whole requests through `BatchGenerator`, against full forward passes and against themselves."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -11,13 +11,14 @@ from marlaas.engine.generator import BatchGenerator
 from marlaas.engine.kv_attention import PrefillContext
 from marlaas.engine.kv_cache import Chunk, SlabPool
 from marlaas.engine.sampler import uniforms
+from marlaas.engine.trainer import LoraTrainer
 from marlaas.engine.types import SequenceRequest, SequenceResult
 from marlaas.errors import CapacityExceeded, InvalidRequest, UnsupportedFeature
 from marlaas.model.attention import PackedSequences
 from marlaas.model.bank import Slot
 from marlaas.model.base import BaseModel
 from marlaas.model.lora import LoraBatch, Segment
-from marlaas.types import SamplingParams, StopReason
+from marlaas.types import Datum, SamplingParams, StopReason
 from tests.models import ALL_KINDS, random_adapter, random_adapters, random_llama, random_qwen3
 
 torch.set_num_threads(1)
@@ -695,6 +696,73 @@ def test_a_sequence_and_its_own_prefix_that_do_not_fit_together_still_run():
     for request in requests:
         expected = sample_naively(base, request)[0]
         assert results[request.request_id].tokens.tolist() == expected
+
+
+@dataclass
+class Player:
+    """What one trajectory of the test below is made of, and how far it has come."""
+
+    opening: int
+    said: int
+    sampled: int
+    num_turns: int
+    tokens: np.ndarray
+    logprobs: list[np.ndarray] = field(default_factory=list)
+
+
+def test_a_long_trajectory_of_many_turns_completes_beside_short_ones_in_a_tight_budget():
+    """16k tokens in 20 turns with a KV budget of 32k: slabs of the long one double while 15 short
+    trajectories grow, so parked KV is dropped and running sequences start over."""
+    config = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32, "head_dim": 8}
+    base = random_llama(max_position_embeddings=1 << 15, num_attention_heads=2, **config)
+    generator = make(base, kv_capacity_tokens=1 << 15, max_context=1 << 15, max_batch=16)
+    num_preempted, preempt = 0, generator.scheduler.preempt
+
+    def counting(sequence):
+        nonlocal num_preempted
+        num_preempted += 1
+        preempt(sequence)
+
+    generator.scheduler.preempt = counting
+    long = Player(780, 780, 39, 20, prompt(780))
+    players = {"long": long}
+    players |= {f"s{idx}": Player(480, 60, 150, 6, prompt(480, idx)) for idx in range(15)}
+
+    def begin(name: str) -> None:
+        player, turn = players[name], len(players[name].logprobs)
+        is_last = turn + 1 == player.num_turns
+        fields = {"sequence_id": name, "max_tokens": player.sampled, "seed": turn}
+        generator.submit(ask(f"{name}/{turn}", player.tokens, keep_kv=not is_last, **fields))
+
+    for name in players:
+        begin(name)
+    num_reused = 0
+    while generator.has_work:
+        for result in generator.step()[0]:
+            name = result.sequence_id
+            player = players[name]
+            assert result.stop_reason is StopReason.LENGTH
+            num_reused += result.num_cached_tokens
+            player.logprobs.append(result.logprobs)
+            player.tokens = np.concatenate([player.tokens, result.tokens])
+            if len(player.logprobs) < player.num_turns:
+                said = prompt(player.said, len(player.logprobs))
+                player.tokens = np.concatenate([player.tokens, said])
+                begin(name)
+        assert generator.kv_tokens <= 1 << 15
+    generator.pool.check()
+    assert all(len(player.logprobs) == player.num_turns for player in players.values())
+    assert 16_000 < len(long.tokens) <= 16_384
+    assert num_preempted > 0 and num_reused > 0
+    zeros = np.zeros(len(long.tokens), dtype=np.float32)
+    datum = Datum(tokens=long.tokens, weights=zeros, advantages=zeros, sampling_logprobs=zeros)
+    trainer = LoraTrainer(base)
+    trainer.submit_forward(None, None, [datum], 0)
+    [(_, [output])], _ = trainer.step()
+    for turn, sampled in enumerate(long.logprobs):
+        start = long.opening + turn * (long.said + long.sampled)
+        scored = output.logprobs[start : start + long.sampled]
+        np.testing.assert_allclose(scored, sampled, atol=1e-3)
 
 
 # -- NaN stays where it is --------------------------------------------------------------------

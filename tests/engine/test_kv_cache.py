@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from marlaas.config import slab_tokens
 from marlaas.engine.kv_attention import DecodeContext, PrefillContext
-from marlaas.engine.kv_cache import Chunk, Slab, SlabKind, SlabPool, capacity_for
+from marlaas.engine.kv_cache import Chunk, Slab, SlabKind, SlabPool
 
 torch.set_num_threads(1)
 
@@ -35,7 +36,7 @@ def holds(slab: Slab, value: float) -> bool:
 
 
 def test_capacities_double_from_64():
-    assert [capacity_for(n) for n in (1, 64, 65, 128, 129, 1000)] == [64, 64, 128, 128, 256, 1024]
+    assert [slab_tokens(n) for n in (1, 64, 65, 128, 129, 1000)] == [64, 64, 128, 128, 256, 1024]
 
 
 def test_slabs_keep_their_contents_whatever_happens_to_others():
@@ -61,7 +62,7 @@ def test_slabs_keep_their_contents_whatever_happens_to_others():
             case 3:
                 before, wanted = slab.capacity, int(rng.integers(1, 400))
                 if pool.grow(slab, wanted):
-                    assert slab.capacity == max(before, capacity_for(wanted))
+                    assert slab.capacity == max(before, slab_tokens(wanted))
                 else:
                     assert slab.capacity == before
             case 4:

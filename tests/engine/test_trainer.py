@@ -17,6 +17,7 @@ from marlaas.engine.adapter_io import (
     save_adapter,
     target_kinds,
 )
+from marlaas.engine.pass_memory import PassMemory, PassSize
 from marlaas.engine.trainer import LoraTrainer
 from marlaas.errors import InvalidRequest, NotFound
 from marlaas.types import AdamParams, AdapterSpec, Datum, Objective
@@ -519,13 +520,17 @@ def test_an_impossible_update_is_refused_and_changes_nothing() -> None:
 # Checkpointing
 
 
+BETWEEN_BYTES = 100 << 10
+"""What `some_data` take with checkpointing is less, and without it more."""
+
+
 @pytest.mark.parametrize(
     ("options", "is_checkpointed"),
     [
         ({"checkpointing": "always"}, True),
-        ({"checkpointing": "never", "activation_budget_bytes": 0}, False),
-        ({"checkpointing": "auto", "activation_budget_bytes": 1 << 10}, True),
-        ({"checkpointing": "auto", "activation_budget_bytes": 1 << 30}, False),
+        ({"checkpointing": "never"}, False),
+        ({"checkpointing": "auto", "memory_budget_bytes": BETWEEN_BYTES}, True),
+        ({"checkpointing": "auto"}, False),
     ],
 )
 def test_layers_are_checkpointed_when_activations_would_not_fit(
@@ -556,3 +561,54 @@ def test_the_hash_is_that_of_the_weights() -> None:
     assert trainer.adapter_hash("p") == hash_adapter(state.weights_P, SPEC, state.layout)
     state.weights_P[0] += 1
     assert trainer.adapter_hash("p") == hash_adapter(state.weights_P, SPEC, state.layout)
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory
+
+
+def bounded(num_tokens: int, **options) -> LoraTrainer:
+    """Return a trainer whose memory is just enough for one datum of so many tokens."""
+    base = random_llama(max_position_embeddings=4096)
+    size = PassSize.of_sequence(num_tokens)
+    budget_bytes = PassMemory.of(base).training(size, is_checkpointed=True)
+    return LoraTrainer(base, memory_budget_bytes=budget_bytes, **options)
+
+
+def test_a_datum_that_cannot_fit_is_refused_with_the_length_that_would() -> None:
+    trainer = bounded(300)
+    slot = host(trainer, "p", SPEC)
+    assert trainer.max_tokens == 300
+    rng = np.random.default_rng(0)
+    data = [random_datum(rng, num) for num in (20, 900)]
+    with pytest.raises(InvalidRequest, match=r"datum 1: 900 tokens take .* at most 300 tokens"):
+        trainer.submit_forward_backward("p", slot, data, DPPO, 0)
+    with pytest.raises(InvalidRequest, match=r"datum 1: 900 tokens take .* at most 300 tokens"):
+        trainer.submit_forward("p", slot, data, 0)
+    assert not trainer.has_work
+    trainer.submit_forward_backward("p", slot, [random_datum(rng, 300)], DPPO, 0)
+    run_all(trainer)
+
+
+def test_data_that_do_not_fit_together_are_trained_on_one_after_another() -> None:
+    trainer = bounded(300, budget_tokens=1 << 20)
+    slots = {name: host(trainer, name, SPEC) for name in "pq"}
+    data = {
+        name: [random_datum(np.random.default_rng([ord(name), idx]), 290) for idx in range(3)]
+        for name in "pq"
+    }
+    roomy = LoraTrainer(trainer.base, budget_tokens=1 << 20)
+    seen = []
+    for one in (trainer, roomy):
+        for name, slot in slots.items():
+            if one is roomy:
+                one.create(name, SPEC)
+            one.submit_forward_backward(name, slot, data[name], DPPO, name)
+        num_passes = 0
+        while one.has_work:
+            one.step()
+            num_passes += 1
+        seen.append(num_passes)
+    assert seen == [6, 1]
+    for name in "pq":
+        torch.testing.assert_close(trainer.gradient(name), roomy.gradient(name))

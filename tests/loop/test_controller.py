@@ -571,3 +571,28 @@ def test_a_snapshot_that_came_back_different_holds_the_job(tmp_path: Path) -> No
     state, reason = Run(tmp_path).state(spec)
     assert state is JobState.HELD
     assert f"version {newest} came back as" in reason
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_a_job_whose_trajectories_could_not_be_trained_on_is_refused_with_what_could(
+    tmp_path: Path,
+) -> None:
+    def small() -> list[FakeWorker]:
+        worker = FakeWorker()
+        worker.capabilities = replace(worker.capabilities, max_trained_tokens=101)
+        return [worker]
+
+    long = job(max_tokens=60)
+    refusal = r"2 turns may make a trajectory of 121 tokens, .* at most 101; expected at most 50"
+    with pytest.raises(InvalidRequest, match=refusal):
+        Run(tmp_path / "refused", long, workers=small, make_family=two_turns)
+    fitting = replace(long, max_tokens=50, steps=1)
+    run = Run(tmp_path / "accepted", fitting, workers=small, make_family=two_turns)
+    assert run.state(fitting) == (JobState.DONE, "")
+
+
+def two_turns(spec: JobSpec) -> ScriptedFamily:
+    return ScriptedFamily(max_turns=2)

@@ -383,3 +383,16 @@ def test_a_group_cut_before_its_episodes_begin_ends_as_stragglers(num_turns_of_l
     group, generator, now_s = runtime.run_virtual(main())
     assert now_s == 0 and generator.requests == []
     assert [one.end for one in group.trajectories] == [TrajectoryEnd.STRAGGLER] * 2
+
+
+def test_a_trajectory_that_is_trained_on_ends_where_memory_does_and_a_judged_one_goes_on() -> None:
+    lengths = {}
+    for split in ("train", "eval"):
+        generator = Replies(lambda request: "abcdefghi")
+        generator.capabilities = Capabilities(max_context=100, max_trained_tokens=len(OPENING) + 3)
+        family = Echo(lambda turn, reply, is_last: done(0.0))
+        plan = GroupPlan(index=5, version=3, size=1, split=split)
+        rollout = GroupRollout(SPEC, family, ByteTokenizer(), plan)
+        (trajectory,) = runtime.run_virtual(rollout.run(generator)).trajectories
+        lengths[split] = len(trajectory.tokens) - len(OPENING)
+    assert lengths == {"train": 3, "eval": SPEC.max_tokens}

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from marlaas import runtime
-from marlaas.errors import Conflict, Expired, InvalidRequest, NotFound, QuotaExceeded
+from marlaas.errors import (
+    Conflict,
+    Expired,
+    InvalidRequest,
+    NotFound,
+    QuotaExceeded,
+    WorkerLost,
+)
 from marlaas.loop.operations import Category, QueueState, Waiting
 from marlaas.loop.samplers import (
     CLONE,
@@ -494,6 +501,24 @@ def test_equal_prompts_of_one_tenant_share_their_prefix_and_never_those_of_two(
     run(scenario())
 
 
+def test_large_requests_fill_all_workers_and_small_ones_stay_together(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        speed = Speed(token_s=1.0, max_decoding=64)
+        workers = [FakeWorker(f"worker-{index}", speed=speed) for index in range(2)]
+        async with lab(tmp_path, *workers) as at:
+            sampler = await at.of_base()
+            await at.samplers.submit("acme", sampler, 0, replace(FLOOD, n=64))
+            await asyncio.sleep(5.0)
+            assert [worker.num_decoding for worker in workers] == [32, 32]
+            await at.samplers.cancel("acme", f"smp:{sampler}:0")
+            await asyncio.sleep(1.0)
+            await at.samplers.submit("acme", sampler, 1, replace(FLOOD, n=8))
+            await asyncio.sleep(5.0)
+            assert sorted(worker.num_decoding for worker in workers) == [0, 8]
+
+    run(scenario())
+
+
 def test_what_is_asked_of_the_prompt_the_first_sample_says(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with lab(tmp_path) as at:
@@ -584,6 +609,9 @@ def test_a_spent_day_is_waited_out_and_says_so(tmp_path: Path) -> None:
             assert isinstance(waiting, Waiting)
             assert waiting.queue_state is QueueState.PAUSED_RATE_LIMIT
             assert "20 tokens a day" in waiting.reason
+            await at.samplers.cancel("acme", request_id)
+            assert isinstance(await at.samplers.wait("acme", request_id, 1), SampleFailure)
+            request_id, _ = await at.samplers.submit("acme", sampler, 2, request)
             assert isinstance(await at.samplers.wait("acme", request_id, 86_400), SampleResult)
 
     run(scenario())
@@ -607,6 +635,23 @@ def test_workers_that_are_lost_cost_a_sample_time_and_no_more(tmp_path: Path) ->
             request_id, _ = await at.samplers.submit("acme", sampler, 1, FLOOD)
             failure = await at.samplers.wait("acme", request_id, 1e3)
             assert isinstance(failure, SampleFailure) and failure.category is Category.SERVER
+
+    run(scenario())
+
+
+def test_a_service_that_ends_takes_nothing_in_and_lets_clients_ask_anew(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with lab(tmp_path, FakeWorker(speed=Speed(token_s=1.0))) as at:
+            sampler = await at.of_base()
+            request_id, _ = await at.samplers.submit("acme", sampler, 0, FLOOD)
+            waiting = asyncio.create_task(at.samplers.wait("acme", request_id, 1e3))
+            await asyncio.sleep(5.0)
+            await at.samplers.close()
+            with pytest.raises(Expired):
+                await waiting
+            with pytest.raises(WorkerLost, match="about to end"):
+                await at.samplers.submit("acme", sampler, 1, FLOOD)
+            assert at.at.workers[0].num_decoding == 0
 
     run(scenario())
 

@@ -21,7 +21,16 @@ from marlaas.errors import InvalidRequest, TooLarge
 from marlaas.loop.operations import ForwardBackward
 from marlaas.service.tinker import bodies, losses, schema
 from marlaas.service.tinker.bodies import read_json
-from marlaas.service.tinker.passes import Bounds, encode_outputs, parse, read_pass, unpack
+from marlaas.service.tinker.passes import (
+    MAX_SPARSE_CELLS,
+    MAX_TARGETS,
+    Bounds,
+    encode_outputs,
+    parse,
+    read_pass,
+    unpack,
+    unpacked_bytes,
+)
 from marlaas.service.tinker.samples import encode_samples, read_sample
 from marlaas.types import Completion, Datum, DatumOutput, StopReason
 
@@ -260,7 +269,7 @@ def broken(change: object) -> str:
     tensor = request.message.data[0].loss_fn_inputs["weights"]
     change(tensor)
     with pytest.raises((InvalidRequest, TooLarge)) as refused:
-        read_pass(request, BOUNDS)
+        read_pass(parse(request.message.SerializeToString()), BOUNDS)
     return str(refused.value)
 
 
@@ -285,6 +294,49 @@ def test_tensors_are_no_larger_than_their_bytes() -> None:
     assert "expected one or two axes" in broken(
         lambda t: csr(t, shape=[3, -2], crow=[0, 0, 0, 0], col=[])
     )
+
+
+def with_sparse_weights(*shapes: Sequence[int]) -> bytes:
+    """Return a request of one datum a shape, with weights that list no cell."""
+    message = schema.ForwardBackwardRequest(model_id="run", seq_id=1, loss_fn="cross_entropy")
+    message.ParseFromString(sent([datum([1, 2, 3], **GOOD) for _ in shapes]))
+    for each, shape in zip(message.data, shapes, strict=True):
+        csr(each.loss_fn_inputs["weights"], shape=shape, crow=[0, 0, 0, 0], col=[])
+    return message.SerializeToString()
+
+
+def test_a_shape_that_would_take_hours_to_multiply_is_never_multiplied() -> None:
+    request = parse(with_sparse_weights([(1 << 62) + 1] * 300_000))  # some 200 s
+    with pytest.raises(InvalidRequest, match="expected one or two axes"):
+        read_pass(request, BOUNDS)
+
+
+def test_a_negative_shape_makes_no_room_for_others() -> None:
+    large = [3, MAX_SPARSE_CELLS // 3]
+    request = parse(with_sparse_weights(large, large, [-(1 << 40), 1 << 20]))
+    assert request.unfolded_bytes >= 4 * MAX_SPARSE_CELLS
+    with pytest.raises(TooLarge, match="sparse tensors of more than"):
+        read_pass(request, BOUNDS)
+
+
+def test_targets_of_a_token_are_no_more_than_the_engine_has() -> None:
+    inputs = {
+        "target_tokens": TensorData.from_torch_sparse(torch.zeros((3, 300), dtype=torch.int64)),
+        "weights": TensorData.from_torch_sparse(torch.zeros((3, 300))),
+    }
+    with pytest.raises(InvalidRequest, match=rf"\[3, 300\]; expected at most {MAX_TARGETS}"):
+        taken(sent([datum([1, 2, 3], **inputs)]))
+
+
+def test_room_is_taken_for_what_a_body_is_decompressed() -> None:
+    body = bytes(1 << 20)
+    packed = zstandard.ZstdCompressor().compress(body)
+    assert unpacked_bytes(packed, len(packed), "zstd", 1 << 24) == len(body)
+    assert unpacked_bytes(packed, len(packed), "zstd", 1 << 16) == 1 << 16
+    silent = zstandard.ZstdCompressor(write_content_size=False).compress(body)
+    assert unpacked_bytes(silent, len(silent), "zstd", 1 << 24) == 1 << 24
+    assert unpacked_bytes(b"nonsense", 8, "zstd", 1 << 24) == 8
+    assert unpacked_bytes(body, len(body), "", 1 << 24) == len(body)
 
 
 def test_bodies_are_unpacked_up_to_a_limit() -> None:

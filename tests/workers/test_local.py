@@ -52,6 +52,7 @@ def test_a_killed_worker_fails_its_open_calls_and_comes_back_without_policies() 
         async with started(engine_settings(RunSettings(num_workers=1), "tiny")) as (worker,):
             assert worker.incarnation == 1
             assert max(worker.self_check.values()) < 1e-4
+            assert worker.capabilities.max_trained_tokens == worker.capabilities.max_context
             await worker.create(POLICY, AdapterSpec())
             open_call = asyncio.create_task(worker.generate(request(0, max_tokens=1500)))
             await asyncio.sleep(0.1)

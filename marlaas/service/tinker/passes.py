@@ -15,6 +15,8 @@ nothing:
   last token, which is never read, is a filler.
 - Everything here is for a thread: a body of some megabytes takes tens of milliseconds.
 - Spans that say where tokens were sampled are for losses that this service computes without them.
+- What a request takes is known before it takes it: how large it is once it is decompressed
+  (`unpacked_bytes`), and what its sparse tensors come to (`PassRequest.unfolded_bytes`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,6 +44,15 @@ MAX_SPARSE_CELLS = 1 << 24
 """Cells that the sparse tensors of one request have together, listed or not: 64 MiB in single
 precision. What is dense is as large as its bytes."""
 
+MAX_TARGETS = 256
+"""Targets of one token; the engine has no more."""
+
+_BYTES_PER_CELL = 24
+"""What a cell of a sparse tensor takes in our arrays, in the journal, and on the way there."""
+
+HEADER_BYTES = 18
+"""A compressed body says within so many bytes how large it is."""
+
 _NO_CELL = -1
 """Where a target is this, there is none."""
 
@@ -53,11 +64,30 @@ class PassRequest:
     run_id: str
     seq: int
     message: Any
+    sparse_cells: Mapping[str, int]
+    """Of each sparse tensor, listed or not."""
+
+    @property
+    def unfolded_bytes(self) -> int:
+        """What the sparse tensors come to once they are dense."""
+        return min(sum(self.sparse_cells.values()), MAX_SPARSE_CELLS) * _BYTES_PER_CELL
 
     @property
     def kind(self) -> OperationKind:
         is_forward = self.message.forward_only
         return OperationKind.FORWARD if is_forward else OperationKind.FORWARD_BACKWARD
+
+
+def unpacked_bytes(first: bytes, num_bytes: int, encoding: str, limit: int) -> int:
+    """Return how large a body will be at most, by its first bytes: `num_bytes` if it is not
+    compressed, what it says of itself if it is."""
+    if encoding != "zstd":
+        return num_bytes
+    try:
+        says = zstandard.frame_content_size(first[:HEADER_BYTES])
+    except zstandard.ZstdError:
+        return num_bytes  # is refused
+    return limit if says < 0 else min(max(says, num_bytes), limit)
 
 
 def unpack(body: bytes, encoding: str, limit: int) -> bytes:
@@ -92,7 +122,7 @@ def parse(data: bytes) -> PassRequest:
         message.ParseFromString(data)
     except DecodeError:
         raise InvalidRequest("body: is no ForwardBackwardRequest in protobuf") from None
-    return PassRequest(message.model_id, message.seq_id, message)
+    return PassRequest(message.model_id, message.seq_id, message, _sparse_cells(message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +144,7 @@ def read_pass(request: PassRequest, bounds: Bounds) -> ForwardBackward:
     objective = losses.read_objective(loss, _config(message))
     if not 1 <= len(message.data) <= MAX_DATA:
         raise InvalidRequest(f"data: {len(message.data)} of them; expected 1 to {MAX_DATA}")
-    _check_sparse_cells(message)
+    _check_sparse_cells(request.sparse_cells)
     data, problems = [], []
     for index, datum in enumerate(message.data):
         try:
@@ -137,14 +167,19 @@ def _config(message: Any) -> dict[str, float | str]:
     return config
 
 
-def _check_sparse_cells(message: Any) -> None:
-    """Refuse sparse tensors that would be too large once they are dense."""
-    cells = {
+def _sparse_cells(message: Any) -> dict[str, int]:
+    """Return how many cells each sparse tensor claims. What is no shape of a matrix claims none,
+    since it is refused by who reads it: a product of a million sizes would never end."""
+    return {
         f"data[{index}].loss_fn_inputs.{name}": prod(tensor.shape)
         for index, datum in enumerate(message.data)
         for name, tensor in datum.loss_fn_inputs.items()
-        if tensor.HasField("sparse_csr")
+        if tensor.HasField("sparse_csr") and len(tensor.shape) == 2 and min(tensor.shape) >= 0
     }
+
+
+def _check_sparse_cells(cells: Mapping[str, int]) -> None:
+    """Refuse sparse tensors that would be too large once they are dense."""
     if sum(cells.values()) > MAX_SPARSE_CELLS:
         largest = max(cells, key=lambda place: cells[place])
         raise TooLarge(
@@ -250,6 +285,10 @@ def _read_targets(place: str, targets: np.ndarray, num_tokens: int, bounds: Boun
         raise InvalidRequest(
             f"{place}: shape {list(targets.shape)}; expected [{num_tokens}] or [{num_tokens}, K], "
             "one row for each input token"
+        )
+    if targets.ndim == 2 and targets.shape[1] > MAX_TARGETS:
+        raise InvalidRequest(
+            f"{place}: shape {list(targets.shape)}; expected at most {MAX_TARGETS} targets a token"
         )
     is_wrong = (targets < _NO_CELL) | (targets >= bounds.vocab_size)
     if is_wrong.any():

@@ -25,7 +25,7 @@ from marlaas.loop.operations import (
     SaveWeights,
 )
 from marlaas.runtime import derive_seed
-from marlaas.service.limits import read_body
+from marlaas.service.limits import BodyReader, read_body
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.tinker import bodies, passes
 from marlaas.service.tinker.bodies import number, read_json, read_metadata
@@ -231,18 +231,20 @@ async def forward_backward(tenant: WithTenant, parts: WithParts, request: Reques
     bounds = passes.Bounds(parts.max_context, parts.base.vocab_size)
     announced = request.headers.get("content-length", "")
     num_bytes = int(announced) if announced.isascii() and announced.isdigit() else limit
-    async with parts.passes.of(tenant, num_bytes):
-        raw = await read_body(request)
-        encoding = request.headers.get("content-encoding", "").strip().lower()
-        asked = await asyncio.to_thread(_parse, raw, encoding, limit)
-        del raw
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    incoming = BodyReader(request)
+    first = await incoming.begin(passes.HEADER_BYTES)
+    most = passes.unpacked_bytes(first, num_bytes, encoding, limit)
+    async with parts.passes.of(tenant, most):
+        asked = await asyncio.to_thread(_parse, await incoming.rest(), encoding, most)
         run_id, seq = asked.run_id, number("seq_id", asked.seq, 1, MAX_SEQ)
-        try:
-            body = await asyncio.to_thread(passes.read_pass, asked, bounds)
-        except (InvalidRequest, TooLarge) as error:
-            await parts.runs.reject(tenant, run_id, seq, str(error), kind=asked.kind)
-            raise
-        request_id = await parts.runs.submit(tenant, run_id, seq, body)
+        async with parts.unfolded.of(tenant, asked.unfolded_bytes):
+            try:
+                body = await asyncio.to_thread(passes.read_pass, asked, bounds)
+            except (InvalidRequest, TooLarge) as error:
+                await parts.runs.reject(tenant, run_id, seq, str(error), kind=asked.kind)
+                raise
+            request_id = await parts.runs.submit(tenant, run_id, seq, body)
     return answer({"request_id": request_id, "model_id": run_id})
 
 
