@@ -135,8 +135,9 @@ class Journal:
 
     @property
     def gap_since_s(self) -> float:
-        """When the first of those that wait behind the gap arrived."""
-        return min(entry.arrived_s for entry in self._entries.values())
+        """When the last of those that wait behind the gap arrived. While more come, the missing one
+        may come too: of a large batch clients send the first part last."""
+        return max(entry.arrived_s for entry in self._entries.values())
 
     @property
     def last_seq(self) -> int:

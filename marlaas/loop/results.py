@@ -44,6 +44,10 @@ EPOCH_0_S = 1_577_836_800
 FEED_KEPT_S = 24 * 3600.0
 """How long a feed that has nothing to say remembers how far it was told."""
 
+MAX_FEEDS = 1024
+"""Feeds of one tenant with nothing to say that are remembered, the last used ones: the number of a
+feed is a client's to choose."""
+
 FeedKey = tuple[TenantId, str, int]
 """Tenant, sampler, clone."""
 
@@ -59,6 +63,11 @@ class Feed:
     """By number, oldest first; without those that were dropped."""
     num_open: int = 0
     bell: Bell = field(default_factory=Bell)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is lost with it, but how far it was told."""
+        return not (self.events or self.num_open or self.bell)
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +120,8 @@ class Results(Generic[T]):
         self._retry_after_s = retry_after_s
         self._held: dict[tuple[TenantId, str], Held[T]] = {}
         self._accounts: dict[TenantId, Account] = {}
-        self._feeds: dict[FeedKey, Feed] = {}
+        self._feeds: dict[TenantId, OrderedDict[FeedKey, Feed]] = {}
+        """Of each tenant, the longest unused first."""
         self._finished: OrderedDict[Held[T], None] = OrderedDict()
         """Oldest first."""
         self._tombs: OrderedDict[Held[T], float] = OrderedDict()
@@ -208,7 +218,7 @@ class Results(Generic[T]):
         self._accounts[held.tenant_id].read.pop(held, None)
         self._resize(held, HELD_BYTES)
         self._tombs[held] = runtime.now_s()
-        feed = self._feeds.get(held.feed_key)
+        feed = self._feeds.get(held.tenant_id, {}).get(held.feed_key)
         if feed is not None:
             feed.events.pop(held.number, None)
 
@@ -245,12 +255,23 @@ class Results(Generic[T]):
 
     def _feed(self, feed_key: FeedKey, place: int) -> Feed:
         """Return a feed. One that was forgotten goes on behind what it may have told before."""
-        feed = self._feeds.get(feed_key)
+        feeds = self._feeds.setdefault(feed_key[0], OrderedDict())
+        feed = feeds.get(feed_key)
         if feed is None:
+            if len(feeds) >= MAX_FEEDS:
+                self._forget_quiet(feeds)
             newest = (self._epoch << NUMBER_BITS) + place
-            feed = self._feeds[feed_key] = Feed(newest, runtime.now_s())
+            feed = feeds[feed_key] = Feed(newest, runtime.now_s())
         feed.used_s = runtime.now_s()
+        feeds.move_to_end(feed_key)
         return feed
+
+    def _forget_quiet(self, feeds: "OrderedDict[FeedKey, Feed]") -> None:
+        """Make room for a feed. Those that have something to say are as many as requests."""
+        for key, feed in feeds.items():
+            if feed.is_quiet:
+                del feeds[key]
+                break
 
     # Memory ---------------------------------------------------------------------------------
 
@@ -259,7 +280,7 @@ class Results(Generic[T]):
         if held.bell is not None:
             held.bell.ring()
             held.bell = None
-        feed = self._feeds[held.feed_key]
+        feed = self._feeds[held.tenant_id][held.feed_key]
         feed.num_open -= 1
         return feed
 
@@ -290,9 +311,12 @@ class Results(Generic[T]):
     def _sweep_again(self) -> None:
         self._sweeping = None
         idle_s = runtime.now_s() - FEED_KEPT_S
-        for key, feed in list(self._feeds.items()):
-            if feed.used_s < idle_s and not (feed.events or feed.num_open or feed.bell):
-                del self._feeds[key]
+        for tenant_id, feeds in list(self._feeds.items()):
+            for key, feed in list(feeds.items()):
+                if feed.used_s < idle_s and feed.is_quiet:
+                    del feeds[key]
+            if not feeds:
+                del self._feeds[tenant_id]
         self._sweep()
 
     def close(self) -> None:

@@ -69,7 +69,8 @@ class RunnerSettings:
     max_passes: int = 16
     """Passes of one run that are at its worker at once."""
     gap_timeout_s: float = 60.0
-    """How long an operation waits for one with a smaller number that has not come."""
+    """How long operations wait for one with a smaller number that has not come, since the last of
+    them came."""
     max_waiting_bytes: int = 512 << 20
     """Operations of one tenant that have no outcome yet; more are to be sent later."""
     drain_s: float = 10.0

@@ -84,6 +84,16 @@ class SamplerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerForm:
+    """How a client wants to be told; nothing that is computed depends on it."""
+
+    logprobs_from: int = 0
+    """Logprobs of the prompt and its most likely tokens are told of entries from here on."""
+    is_sparse: bool = False
+    """Logprobs of given tokens come back as a sparse matrix, as they were given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
     """Tokens to continue, and how."""
 
@@ -101,6 +111,7 @@ class SampleRequest:
     """None: the base's own."""
     stop_strings: tuple[str, ...] = ()
     extras: Extras = field(default_factory=lambda: NO_EXTRAS)
+    form: AnswerForm = field(default_factory=AnswerForm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +119,7 @@ class SampleResult:
     """What was sampled, in order; of the context, the first completion says what was asked."""
 
     completions: Sequence[Completion]
+    form: AnswerForm = field(default_factory=AnswerForm)
     seed: int = 0
     """Also where chance chose it: with it the same is sampled again."""
 
@@ -353,9 +365,11 @@ class Samplers:
             self._results.forget(held)
             raise
         self._orders[held] = order
-        order.result.add_done_callback(partial(self._note_end, held))
+        order.result.add_done_callback(partial(self._note_end, held, request.form))
 
-    def _note_end(self, held: Held[Outcome], result: asyncio.Future[list[Completion]]) -> None:
+    def _note_end(
+        self, held: Held[Outcome], form: AnswerForm, result: asyncio.Future[list[Completion]]
+    ) -> None:
         """An order is over: keep what came of it."""
         order = self._orders.pop(held)
         error = None if result.cancelled() else result.exception()
@@ -370,7 +384,7 @@ class Samplers:
             self._fail(held, "something of ours broke; the log says what", Category.SERVER)
         else:
             completions = result.result()
-            outcome = SampleResult(completions=completions, seed=order.sampling.seed)
+            outcome = SampleResult(completions=completions, form=form, seed=order.sampling.seed)
             num_bytes = sum(map(_num_bytes, completions))
             self._results.finish(held, outcome, num_bytes=num_bytes, is_failed=False)
 

@@ -7,7 +7,15 @@ import pytest
 
 from marlaas import runtime
 from marlaas.errors import Expired, InvalidRequest, QuotaExceeded
-from marlaas.loop.results import FEED_KEPT_S, HELD_BYTES, TOMB_S, FeedKey, Held, Results
+from marlaas.loop.results import (
+    FEED_KEPT_S,
+    HELD_BYTES,
+    MAX_FEEDS,
+    TOMB_S,
+    FeedKey,
+    Held,
+    Results,
+)
 
 FEED: FeedKey = ("acme", "s-1:sample:0", 0)
 NOW_S = 1.8e9
@@ -158,6 +166,20 @@ def test_a_forgotten_feed_goes_on_behind_what_it_had_told() -> None:
         assert at._feeds == {}
         new = finished(at, 10)
         assert (await at.events(FEED, cursor, 0.0))[0] == [new]
+
+    run(scenario())
+
+
+def test_feeds_of_numbers_that_a_client_makes_up_are_bounded_and_cost_no_other() -> None:
+    async def scenario() -> None:
+        at = results()
+        at.finish(opened(at, 0), "outcome", num_bytes=100, is_failed=False)
+        theirs: FeedKey = ("other", "s-2:sample:0", 0)
+        await at.events(theirs, 0, 0.0)
+        for clone in range(1, 2 * MAX_FEEDS):
+            await at.events(("acme", "s-1:sample:0", clone), 0, 0.0)
+        assert len(at._feeds["acme"]) == MAX_FEEDS and theirs in at._feeds["other"]
+        assert [held.outcome for held in (await at.events(FEED, 0, 0.0))[0]] == ["outcome"]
 
     run(scenario())
 

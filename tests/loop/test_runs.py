@@ -207,6 +207,19 @@ def test_a_number_that_never_comes_costs_those_behind_it_and_nothing_else(tmp_pa
     virtually(main())
 
 
+def test_a_large_batch_whose_first_part_comes_last_is_waited_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as server:
+            run = await server.new()
+            ids = []
+            for seq in (2, 3, 4, 5, 1):  # 30 s each on a slow line
+                await asyncio.sleep(30.0)
+                ids.append(await server.runs.submit(ACME, run, seq, train("ab")))
+            assert [(await done(server, one)).error for one in ids] == [""] * 5
+
+    virtually(main())
+
+
 def test_the_same_number_again_is_the_same_operation(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as server:

@@ -483,6 +483,36 @@ def test_samples_come_back_as_they_were_drawn() -> None:
     assert read.prompt_cache_hit_tokens == 2
 
 
+def test_the_last_logprobs_of_a_prompt_take_nothing_from_given_and_drawn_tokens() -> None:
+    last = {"prompt_logprobs": True, "prompt_logprobs_last_n": 1, "topk_prompt_logprobs": 1}
+    given = {"data": [5, 6], "dtype": "int64", "shape": [2, 1]}
+    for more in ({"target_prompt_logprobs": given}, {"prompt_alt_tokens_k": 1}):
+        read = sample(**last, **more)
+        assert (read.extras.prompt_logprobs_from, read.form.logprobs_from) == (0, 2)
+    whole = completion(
+        prompt_logprobs=np.array([np.nan, -1.0, -2.0], np.float32),
+        topk_prompt_ids=np.array([[-1], [3], [5]], np.int32),
+        topk_prompt_logprobs=np.array([[np.nan], [-1], [-3]], np.float32),
+        target_prompt_logprobs=np.array([[np.nan], [-4.0], [-5.0]], np.float32),
+    )
+    told = deserialize_sample_response(encode_samples([whole], read.form))
+    assert told.prompt_logprobs == [None, None, -2.0]
+    assert told.topk_prompt_logprobs == [None, None, [(5, -3.0)]]
+    assert told.target_prompt_logprobs.tolist() == [[-4.0], [-5.0]]
+
+
+def test_sparse_targets_of_a_prompt_are_answered_sparse() -> None:
+    sparse = {"data": [5, 6], "dtype": "int64", "shape": [2, 2],
+              "sparse_crow_indices": [0, 0, 2], "sparse_col_indices": [0, 1]}  # fmt: skip
+    read = sample(target_prompt_logprobs=sparse)
+    nan = np.nan
+    scores = np.array([[nan, nan], [nan, nan], [-1.0, -2.0]], np.float32)
+    scored = completion(target_prompt_logprobs=scores)
+    told = deserialize_sample_response(encode_samples([scored], read.form)).target_prompt_logprobs
+    assert (told.sparse_crow_indices, told.sparse_col_indices) == ([0, 0, 2], [0, 1])
+    assert told.shape == [2, 2] and told.to_torch().tolist() == [[0, 0], [-1, -2]]
+
+
 def test_every_loss_says_what_it_needs() -> None:
     assert set(losses.LOSSES) == {"cross_entropy", "importance_sampling", "ppo", "cispo", "gspo",
                                   "dro", "stable_reinforce"}  # fmt: skip

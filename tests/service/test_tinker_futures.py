@@ -205,6 +205,18 @@ async def test_a_run_is_made_from_a_checkpoint_under_the_clients_id(tmp_path: Pa
 # Sampling
 
 
+async def test_one_run_too_many_is_refused_for_good(tmp_path: Path) -> None:
+    """429 would have the client ask again for ten minutes before it says anything."""
+    async with bench(tmp_path, quotas=Quotas(max_runs=1, requests_a_second=None)) as service:
+        client = await Client(service).open()
+        more = {
+            "session_id": client.session, "model_seq_id": 1, "base_model": "tiny",
+            "lora_config": {"rank": 8},
+        }  # fmt: skip
+        refused = await client.post("create_model", more)
+        assert refused.status_code == 422 and "1 may be: finish a session" in refused.text
+
+
 async def test_a_sample_has_a_name_for_each_sequence(tmp_path: Path) -> None:
     async with bench(tmp_path) as service:
         client = await Client(service).open()

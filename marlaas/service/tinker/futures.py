@@ -115,8 +115,10 @@ async def _samples(result: SampleResult) -> Response:
         return answer({"error": error, "category": "user"})
     scored = sum(one.topk_prompt_ids.size for one in completions if one.topk_prompt_ids is not None)
     if sum(len(one.tokens) for one in completions) + scored > LARGE:
-        return Response(await asyncio.to_thread(encode_samples, completions), media_type=PROTOBUF)
-    return Response(encode_samples(completions), media_type=PROTOBUF)
+        data = await asyncio.to_thread(encode_samples, completions, result.form)
+    else:
+        data = encode_samples(completions, result.form)
+    return Response(data, media_type=PROTOBUF)
 
 
 async def _value(result: Result, value: Value) -> Response:

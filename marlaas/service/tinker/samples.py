@@ -9,8 +9,9 @@
 
 - Positions: row i of a client's matrix over the prompt is about token i + 1; ours have a row for
   each token, of which the first is about nothing.
-- A matrix of targets may come sparse. Its scores are answered dense, 0 where there is no cell: as
-  an array that is what a sparse one stands for.
+- A matrix of targets is answered in the layout in which it came, dense or sparse.
+- `prompt_logprobs_last_n` is about the prompt's own and its most likely tokens. Given and drawn
+  tokens are told of every position, so with these the whole prompt is computed.
 """
 
 from collections.abc import Sequence
@@ -20,10 +21,17 @@ import numpy as np
 
 from marlaas.errors import InvalidRequest, UnsupportedFeature
 from marlaas.loop.dispatch import Extras
-from marlaas.loop.samplers import SampleRequest
+from marlaas.loop.samplers import AnswerForm, SampleRequest
 from marlaas.service.tinker import schema
 from marlaas.service.tinker.bodies import PromptBody, SampleBody, TensorBody, number
-from marlaas.service.tinker.tensors import Csr, check_csr, pack, write_tensor
+from marlaas.service.tinker.tensors import (
+    Csr,
+    check_csr,
+    from_list,
+    pack,
+    write_csr,
+    write_tensor,
+)
 from marlaas.types import Completion, StopReason
 
 MAX_TOP_K = 64
@@ -46,6 +54,8 @@ def read_sample(body: SampleBody, vocab_size: int) -> SampleRequest:
     tokens = read_prompt(body.prompt, vocab_size)
     sampling = body.sampling_params
     stop_token_ids, stop_strings = _stops(sampling.stop, vocab_size)
+    extras = _extras(body, len(tokens), vocab_size)
+    form = AnswerForm(logprobs_from=_first_told(body, len(tokens)), is_sparse=_is_sparse(body))
     most = (
         None
         if sampling.max_tokens is None
@@ -61,7 +71,8 @@ def read_sample(body: SampleBody, vocab_size: int) -> SampleRequest:
         seed=_seed(sampling.seed),
         stop_token_ids=stop_token_ids,
         stop_strings=stop_strings,
-        extras=_extras(body, len(tokens), vocab_size),
+        extras=extras,
+        form=form,
     )
 
 
@@ -116,14 +127,24 @@ def _stops(
     return tuple(_ids("sampling_params.stop", ids, vocab_size).tolist()), tuple(strings)
 
 
-def _extras(body: SampleBody, num_tokens: int, vocab_size: int) -> Extras:
+def _first_told(body: SampleBody, num_tokens: int) -> int:
+    """Return the first entry of the prompt whose logprob the client wants."""
     last_n = body.prompt_logprobs_last_n
-    start = 0
-    if last_n is not None:
-        if not body.prompt_logprobs:
-            raise InvalidRequest("prompt_logprobs_last_n: needs prompt_logprobs")
-        start = num_tokens - number("prompt_logprobs_last_n", last_n, 1, max(1, num_tokens - 1))
+    if last_n is None:
+        return 0
+    if not body.prompt_logprobs:
+        raise InvalidRequest("prompt_logprobs_last_n: needs prompt_logprobs")
+    return num_tokens - number("prompt_logprobs_last_n", last_n, 1, max(1, num_tokens - 1))
+
+
+def _is_sparse(body: SampleBody) -> bool:
     targets = body.target_prompt_logprobs
+    return targets is not None and targets.sparse_crow_indices is not None
+
+
+def _extras(body: SampleBody, num_tokens: int, vocab_size: int) -> Extras:
+    targets, num_drawn = body.target_prompt_logprobs, body.prompt_alt_tokens_k
+    start = _first_told(body, num_tokens)
     return Extras(
         prompt_logprobs=bool(body.prompt_logprobs),
         topk_prompt_logprobs=number(
@@ -133,8 +154,8 @@ def _extras(body: SampleBody, num_tokens: int, vocab_size: int) -> Extras:
             "topk_sample_logprobs", body.topk_sample_logprobs, 0, MAX_TOP_K
         ),
         target_prompt_ids=None if targets is None else _targets(targets, num_tokens, vocab_size),
-        prompt_logprobs_from=start,
-        prompt_alt_tokens_k=number("prompt_alt_tokens_k", body.prompt_alt_tokens_k, 0, MAX_TOP_K),
+        prompt_logprobs_from=0 if targets is not None or num_drawn else start,
+        prompt_alt_tokens_k=number("prompt_alt_tokens_k", num_drawn, 0, MAX_TOP_K),
     )
 
 
@@ -191,7 +212,7 @@ def _sparse(body: TensorBody, values: np.ndarray, shape: tuple[int, int]) -> Csr
 # Results
 
 
-def encode_samples(completions: Sequence[Completion]) -> bytes:
+def encode_samples(completions: Sequence[Completion], form: AnswerForm | None = None) -> bytes:
     """Return completions of one prompt as protobuf; what is said of the prompt, the first says."""
     message = schema.SampleResponse()
     for completion in completions:
@@ -205,7 +226,7 @@ def encode_samples(completions: Sequence[Completion]) -> bytes:
                 completion.topk_sample_ids,
                 completion.topk_sample_logprobs,
             )
-    _write_prompt(message, completions[0])
+    _write_prompt(message, completions[0], form or AnswerForm())
     return message.SerializeToString()
 
 
@@ -214,22 +235,43 @@ def _stop_reason(reason: StopReason) -> int:
     return schema.STOP if is_stop else schema.LENGTH
 
 
-def _write_prompt(message: Any, completion: Completion) -> None:
+def _write_prompt(message: Any, completion: Completion, form: AnswerForm) -> None:
+    first = form.logprobs_from
     message.prompt_cache_hit_tokens = completion.num_cached_tokens
     if completion.prompt_logprobs is not None:
-        message.prompt_logprobs = pack(completion.prompt_logprobs, "<f4")
+        message.prompt_logprobs = pack(_from(first, completion.prompt_logprobs), "<f4")
     if completion.topk_prompt_ids is not None and completion.topk_prompt_logprobs is not None:
         _write_topk(
             message.topk_prompt_logprobs,
             completion.topk_prompt_ids,
-            completion.topk_prompt_logprobs,
+            _from(first, completion.topk_prompt_logprobs),
         )
     if completion.target_prompt_logprobs is not None:
-        scores = np.nan_to_num(completion.target_prompt_logprobs[1:], nan=0.0)
-        write_tensor(message.target_prompt_logprobs, scores)
+        scores = completion.target_prompt_logprobs[1:]
+        if form.is_sparse:
+            write_csr(message.target_prompt_logprobs, _listed(scores))
+        else:
+            write_tensor(message.target_prompt_logprobs, np.nan_to_num(scores, nan=0.0))
     if completion.prompt_alt_ids is not None and completion.prompt_alt_logprobs is not None:
         write_tensor(message.prompt_alt_tokens.tokens, completion.prompt_alt_ids[1:])
         write_tensor(message.prompt_alt_tokens.logprobs, completion.prompt_alt_logprobs[1:])
+
+
+def _from(first: int, logprobs: np.ndarray) -> np.ndarray:
+    """Return logprobs without those of the entries before one."""
+    if not first:
+        return logprobs
+    told = logprobs.copy()
+    told[:first] = np.nan
+    return told
+
+
+def _listed(scores: np.ndarray) -> Csr:
+    """Return the cells that there are as a sparse matrix."""
+    is_cell = ~np.isnan(scores)
+    crow = np.concatenate([[0], is_cell.sum(axis=1).cumsum()])
+    shape = (scores.shape[0], scores.shape[1])
+    return Csr(scores[is_cell], crow, is_cell.nonzero()[1], shape)
 
 
 def _write_topk(message: Any, ids: np.ndarray, logprobs: np.ndarray) -> None:
