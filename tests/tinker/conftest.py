@@ -6,7 +6,7 @@ garbage collector is collected here, where that is let pass.
 
 import contextlib
 import gc
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,9 +52,12 @@ def birch(running: Running) -> Tenant:
 
 
 @pytest.fixture(scope="module")
-def service(acme: Tenant) -> tinker.ServiceClient:
-    """A session that the tests of a module share."""
-    return acme.service(user_metadata={"suite": "acceptance"})
+def service(acme: Tenant) -> Iterator[tinker.ServiceClient]:
+    """A session that the tests of a module share; its runs are at work until it ends."""
+    client = acme.service(user_metadata={"suite": "acceptance"})
+    yield client
+    client.close("success").result()
+    acme.clients.remove(client)
 
 
 @pytest.fixture

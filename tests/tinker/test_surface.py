@@ -660,6 +660,10 @@ def test_the_future_of_a_client_can_be_used_as_the_client(world: World):
             ),
             "token",
         ),
+        (
+            lambda w: w.service.create_training_client_from_state(w.weights, "no-such-base"),
+            "no-such-base",
+        ),
         (lambda w: w.rest.get_training_run("no:train:0"), "no:train:0"),
         (lambda w: w.rest.get_weights_info_by_tinker_path("tinker://no/weights/x"), "no"),
     ],

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tinker
 from tinker import types
 
 from marlaas.types import JobState
@@ -283,6 +284,22 @@ def test_training_and_sampling_count_as_their_tenants_usage(running: Running):
             assert time.monotonic() < deadline, used
             time.sleep(0.1)
     assert (used.trained_tokens, used.served_tokens) == (101, 21) and used.device_s > 0
+    tenant.close()
+
+
+def test_a_run_beyond_the_quota_is_refused_at_once_until_a_session_ends(running: Running):
+    tenant = add_tenant(running, "fir")
+    with running.client() as operator:
+        operator.tenants.change("fir", max_runs=1)
+    first = tenant.service()
+    new_run(first)
+    begun = time.monotonic()
+    with pytest.raises(tinker.BadRequestError, match=r"1 runs are at work.*finish a session"):
+        new_run(tenant.service())
+    assert time.monotonic() - begun < 10.0, "clients wait out a 429 for minutes"
+    first.close("success").result(timeout=WAIT_S)
+    tenant.clients.remove(first)
+    assert new_run(tenant.service()).get_info().is_lora
     tenant.close()
 
 

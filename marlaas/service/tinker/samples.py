@@ -27,7 +27,6 @@ from marlaas.service.tinker.bodies import PromptBody, SampleBody, TensorBody, nu
 from marlaas.service.tinker.tensors import (
     Csr,
     check_csr,
-    from_list,
     pack,
     write_csr,
     write_tensor,

@@ -14,7 +14,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Request, Response
 from msgspec import Struct
 
-from marlaas.errors import InvalidRequest, QuotaExceeded, TooLarge, UnsupportedFeature
+from marlaas.errors import Conflict, InvalidRequest, QuotaExceeded, TooLarge, UnsupportedFeature
 from marlaas.loop.operations import (
     Body,
     LoadWeights,
@@ -82,26 +82,7 @@ async def create_model(tenant: WithTenant, parts: WithParts, request: Request) -
         metadata=read_metadata("user_metadata", body.user_metadata),
         optimizer=_optimizer(body.optimizer_config),
     )
-    return await _create(parts, tenant, run)
-
-
-async def _create(
-    parts: Parts,
-    tenant: TenantId,
-    run: Run,
-    source: tuple[TenantId, Checkpoint] | None = None,
-    *,
-    with_optimizer: bool = False,
-) -> Response:
-    """Have a run made. That there are too many is final: it passes with the end of a session, and
-    clients would ask again for ten minutes without a word."""
-    try:
-        request_id = await parts.runs.create(
-            tenant, run, source=source, with_optimizer=with_optimizer
-        )
-    except QuotaExceeded as error:
-        raise InvalidRequest(str(error)) from None
-    return answer({"request_id": request_id, "model_id": run.run_id})
+    return await _create(parts, tenant, run, None, with_optimizer=False)
 
 
 @router.post("/load_weights", openapi_extra=says(bodies.CreateFromBody))
@@ -152,6 +133,29 @@ async def _create_from(parts: Parts, tenant: TenantId, body: bodies.CreateFromBo
         optimizer=_optimizer(body.optimizer_config),
     )
     return await _create(parts, tenant, run, (owner, source), with_optimizer=body.optimizer)
+
+
+async def _create(
+    parts: Parts,
+    tenant: TenantId,
+    run: Run,
+    source: tuple[TenantId, Checkpoint] | None,
+    *,
+    with_optimizer: bool,
+) -> Response:
+    """Accept a run.
+
+    Raises:
+        Conflict: as many runs are at work as may be. Not 429, which clients wait out in silence for
+            ten minutes: no time passes that would end a run.
+    """
+    try:
+        request_id = await parts.runs.create(
+            tenant, run, source=source, with_optimizer=with_optimizer
+        )
+    except QuotaExceeded as error:
+        raise Conflict(str(error)) from error
+    return answer({"request_id": request_id, "model_id": run.run_id})
 
 
 @router.post("/get_info", openapi_extra=says(bodies.ModelId))
