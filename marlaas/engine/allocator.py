@@ -7,7 +7,7 @@ glibc raises the size from which blocks come from the system each time one of th
 32 MiB. A pass that forgets and makes its activations anew, layer by layer, then scatters them over
 the heap, which takes up to two and a half times what is live at its peak, and keeps it; one that
 keeps them all does not. A block from the system costs clearing its pages: 1.7 times the CPU time at
-1,024 tokens of a base 256 wide, 1.3 times at 576, ever less with width and with length.
+1,024 tokens of a base 256 wide, 1.4 times at 576, ever less with width and with length.
 
 Elsewhere than on glibc nothing is changed, and nothing is promised.
 """

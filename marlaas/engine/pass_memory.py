@@ -205,10 +205,10 @@ def _mlp_width(base: BaseModel) -> int:
 
 def _norms(model: nn.Module, width: int) -> tuple[int, bool]:
     """Return how many norms of the residual's width the layers have, and if heads have some."""
-    norms = []
+    norms: list[tuple[str, int]] = []
     for path, module in model.named_modules():
         name, weight = path.rpartition(".")[2], getattr(module, "weight", None)
-        if "norm" in name and isinstance(weight, nn.Parameter):
+        if "norm" in name and weight is not None:
             norms.append((name, weight.numel()))
     has_head_norms = any(name in ("q_norm", "k_norm") for name, _ in norms)
     # The last one is the model's own, after all layers.
