@@ -182,11 +182,11 @@ def _draw(path: Path, rows: Mapping[str, Sequence[Row]]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(rows), squeeze=False)[0]
     for axes, (name, measured) in zip(panels, rows.items(), strict=True):
-        for color, kind in enumerate(dict.fromkeys(row.kind for row in measured)):
+        for color, kind in enumerate(asdict(QUICK)):
             own = sorted((row for row in measured if row.kind == kind), key=lambda row: row.tokens)
             tokens = [row.tokens for row in own]
             predicted = [row.predicted_bytes / MIB for row in own]
@@ -198,5 +198,6 @@ def _draw(path: Path, rows: Mapping[str, Sequence[Row]]) -> None:
         axes.set_xlabel("tokens; dots: measured")
         axes.set_ylabel("MiB at the peak")
         axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=8)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=120)
