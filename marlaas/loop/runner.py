@@ -30,6 +30,7 @@ from marlaas.errors import (
     WorkerLost,
 )
 from marlaas.loop import operations as ops
+from marlaas.loop.concurrency import beside_the_loop
 from marlaas.loop.journal import Entry, Journal
 from marlaas.loop.operations import Category, OperationKind, QueueState, Result, Waiting
 from marlaas.loop.run_policy import RunPolicy
@@ -295,7 +296,9 @@ class Runner:
         assert isinstance(body, ops.ForwardBackward)
         try:
             outcome = task.result()
-            value = ops.pass_result(body, outcome.outputs)
+            value, result = await beside_the_loop(
+                body.num_cells, lambda: _told(body, outcome.outputs)
+            )
         except WorkerLost:
             raise
         except Exception as error:
@@ -305,7 +308,7 @@ class Runner:
         await self._store.call(
             Store.finish_operation,
             *(self.tenant_id, self.run.run_id, entry.seq),
-            result=codec.encode(value),
+            result=result,
             usage=usage,
         )
         self._tenants.use(self.tenant_id, tokens=usage.trained_tokens)
@@ -486,6 +489,12 @@ class Runner:
             yield
         finally:
             self._paused = None
+
+
+def _told(body: ops.ForwardBackward, outputs: list[DatumOutput]) -> tuple[ops.PassResult, bytes]:
+    """Return what a pass says, and the same as it is stored."""
+    value = ops.pass_result(body, outputs)
+    return value, codec.encode(value)
 
 
 def used_numbers(store: Store, tenant_id: TenantId, run_id: str) -> tuple[int, bool]:
