@@ -108,6 +108,15 @@ def write_tensor(tensor: Any, values: np.ndarray) -> None:
     tensor.shape.extend(values.shape)
 
 
+def write_csr(tensor: Any, sparse: Csr) -> None:
+    """Fill a protobuf tensor with a sparse float32 matrix."""
+    tensor.dtype = FLOAT32
+    tensor.sparse_csr.values = pack(sparse.values, "<f4")
+    tensor.sparse_csr.crow_indices = pack(sparse.crow, "<i8")
+    tensor.sparse_csr.col_indices = pack(sparse.col, "<i8")
+    tensor.shape.extend(sparse.shape)
+
+
 def pack(values: np.ndarray, dtype: str) -> bytes:
     """Return an array as the wire has it."""
     return np.ascontiguousarray(values, dtype=dtype).tobytes()
