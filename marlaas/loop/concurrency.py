@@ -1,7 +1,7 @@
-"""Waiting for several things at once, without leaving any behind."""
+"""Waiting for several things at once, without leaving any behind; and long computations."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -32,6 +32,16 @@ async def to_its_end(coroutine: Coroutine[object, object, T]) -> T:
         if not task.cancelled():
             task.exception()  # whoever was to hear of it has left
         raise
+
+
+LARGE = 1 << 16
+"""Numbers that are looked at beside everybody else's work."""
+
+
+async def beside_the_loop(num_numbers: int, function: Callable[[], T]) -> T:
+    """Return what a function of arrays gives. It computes in a thread if they are large, so that
+    nobody else waits for it."""
+    return await asyncio.to_thread(function) if num_numbers > LARGE else function()
 
 
 class Bell:

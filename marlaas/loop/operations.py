@@ -97,6 +97,11 @@ class ForwardBackward:
     def num_tokens(self) -> int:
         return sum(len(datum.tokens) for datum in self.data)
 
+    @property
+    def num_cells(self) -> int:
+        """Numbers of one of its arrays."""
+        return sum(datum.weights.size for datum in self.data)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStep:

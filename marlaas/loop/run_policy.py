@@ -9,17 +9,19 @@
 - Every load gets a policy id of its own, so nothing of an earlier one can be meant by mistake. The
   worker's versions begin anew with it; `Run.version` is counted by the store.
 - At most so many runs are loaded on a worker (`Berths`); the one that was idle for longest makes
-  room. One with work stays.
+  room. One with work stays for a while, and then makes room for others between two operations:
+  those of tenants that have less there go first, so nobody's runs keep out everybody else's.
 - Calls go to the worker that the run was loaded on; once that was lost they raise `WorkerLost`
   until `bring` has loaded it again.
 """
 
 import asyncio
 import itertools
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 
+from marlaas import runtime
 from marlaas.errors import Conflict, InvalidRequest, NotFound, PolicyDiverged, WorkerLost
 from marlaas.loop.concurrency import all_or_none
 from marlaas.loop.fairness import TokenCounts
@@ -40,16 +42,27 @@ from marlaas.types import (
     Trainer,
 )
 
+STAY_S = 5.0
+"""How long a run that has work keeps its place though others wait for one."""
+
+STAY_WITH_GRADIENT_S = 30.0
+"""The same while it has a gradient, which would have to be accumulated again."""
+
 EXPECTED_TOKENS = 4096
 """What a step of a run is taken to train on, to spread runs over workers."""
 
 
 class Berths:
-    """Places for loaded runs, so many a station: `take -> (leave | made room)`."""
+    """Places for loaded runs, so many a station: `take -> (leave | made room)`.
+
+    Whoever finds none waits in line: first those of the tenant that has the fewest places there,
+    first come first served among them.
+    """
 
     def __init__(self, max_loaded: int) -> None:
         self._max_loaded = max_loaded
         self._loaded: dict[str, OrderedDict[RunPolicy, None]] = {}
+        self._waiting: dict[str, list[RunPolicy]] = {}
         self._freed = asyncio.Event()
 
     def num_loaded(self, station: Station) -> int:
@@ -57,15 +70,24 @@ class Berths:
 
     async def take(self, policy: "RunPolicy", station: Station) -> None:
         """Have a place for a policy; the one that was idle for longest is unloaded if need be."""
-        loaded = self._loaded.setdefault(station.worker.name, OrderedDict())
-        while policy not in loaded and len(loaded) >= self._max_loaded:
-            idle = next((one for one in loaded if not one.is_busy), None)
-            if idle is not None:
-                await idle.unload()
-            else:
-                self._freed.clear()
-                await self._freed.wait()
-        loaded[policy] = None
+        name = station.worker.name
+        loaded = self._loaded.setdefault(name, OrderedDict())
+        waiting = self._waiting.setdefault(name, [])
+        waiting.append(policy)
+        try:
+            while policy not in loaded:
+                is_next = self._next(name) is policy
+                idle = next((one for one in loaded if not one.is_busy), None)
+                if is_next and len(loaded) < self._max_loaded:
+                    loaded[policy] = None
+                elif is_next and idle is not None:
+                    await idle.unload()
+                else:
+                    self._freed.clear()
+                    await self._freed.wait()
+        finally:
+            waiting.remove(policy)
+            self._freed.set()  # somebody else is next
         loaded.move_to_end(policy)
 
     def leave(self, policy: "RunPolicy", station: Station) -> None:
@@ -75,6 +97,27 @@ class Berths:
     def note_idle(self) -> None:
         """A policy has no work any more: it may make room."""
         self._freed.set()
+
+    def wants_place_of(self, policy: "RunPolicy", station: Station) -> bool:
+        """Return whether somebody waits who should have the place of a policy that has work."""
+        name = station.worker.name
+        loaded, first = self._loaded.get(name, OrderedDict()), self._next(name)
+        if first is None or policy not in loaded:
+            return False
+        num_leaving = sum(one.is_leaving or not one.is_busy for one in loaded)
+        if len(loaded) < self._max_loaded or num_leaving >= len(self._waiting[name]):
+            return False
+        counts = self._counts(name)
+        is_own = first.tenant_id == policy.tenant_id
+        return is_own or counts[first.tenant_id] < counts[policy.tenant_id]
+
+    def _next(self, name: str) -> "RunPolicy | None":
+        counts = self._counts(name)
+        return min(self._waiting.get(name, ()), key=lambda one: counts[one.tenant_id], default=None)
+
+    def _counts(self, name: str) -> Counter[TenantId]:
+        """Return how many places each tenant has at a station."""
+        return Counter(one.tenant_id for one in self._loaded.get(name, ()))
 
 
 class RunPolicy:
@@ -100,7 +143,7 @@ class RunPolicy:
         ids: "itertools.count[int]",
         on_unload: Callable[[], None] = lambda: None,
     ) -> None:
-        self._tenant_id = tenant_id
+        self.tenant_id = tenant_id
         self._run_id = run_id
         self._placement = placement
         self._store = store
@@ -122,6 +165,9 @@ class RunPolicy:
         self._tidying: set[asyncio.Task[None]] = set()
         self.is_busy = False
         """There is work for it: it stays where it is."""
+        self.is_leaving = False
+        """It makes room, although there is work for it."""
+        self._loaded_s = 0.0
         self.adapter_hash = ""
         """Of what was loaded last."""
         self.num_loads = 0
@@ -198,6 +244,33 @@ class RunPolicy:
             await self._leave()
         self._on_unload()
 
+    def must_make_room(self, *, has_gradient: bool) -> bool:
+        """Return whether the run has had its place for long enough, and others wait for one."""
+        if not self.is_loaded:
+            return False
+        stay_s = STAY_WITH_GRADIENT_S if has_gradient else STAY_S
+        is_long = runtime.now_s() - self._loaded_s >= stay_s
+        return is_long and self._berths.wants_place_of(self, self.station)
+
+    async def make_room(self) -> None:
+        """Let others have the place; `bring` waits in line for another one."""
+        self.is_leaving = True
+        try:
+            with self.resting():
+                await self.unload()
+        finally:
+            self.is_leaving = False
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """There is work, and none of it can be done for now: meanwhile it may make room."""
+        self.is_busy = False
+        self._berths.note_idle()
+        try:
+            yield
+        finally:
+            self.is_busy = True
+
     def drop(self) -> None:
         """What is on the worker is not to be trusted: the next `bring` loads the run anew."""
         self._home = NOWHERE
@@ -271,12 +344,12 @@ class RunPolicy:
         return station
 
     async def _load(self, station: Station) -> None:
-        run = await self._store.call(Store.run, self._tenant_id, self._run_id)
+        run = await self._store.call(Store.run, self.tenant_id, self._run_id)
         home, trainer = station.home, station.worker.trainer
         self._policy_id, self._touched = self._new_id(), home
         self.adapter_hash = adapter_hash = await self._load_state(trainer, run)
         if run.adapter_hash and adapter_hash != run.adapter_hash:
-            await self._store.call(Store.mark_corrupted, self._tenant_id, self._run_id)
+            await self._store.call(Store.mark_corrupted, self.tenant_id, self._run_id)
             raise PolicyDiverged(
                 f"version {run.version} of {self._run_id} came back as {adapter_hash}, committed "
                 f"was {run.adapter_hash}: its files have changed"
@@ -284,7 +357,7 @@ class RunPolicy:
         self._is_live = True
         self.num_loads += 1
         await self._repeat_passes(trainer)
-        self._home = home
+        self._home, self._loaded_s = home, runtime.now_s()
 
     async def _load_state(self, trainer: Trainer, run: Run) -> str:
         if run.state_kind is StateKind.FRESH:
@@ -303,11 +376,11 @@ class RunPolicy:
 
     async def _repeat_passes(self, trainer: Trainer) -> None:
         """Accumulate again what was answered since the gradient was cleared."""
-        operations = await self._store.call(Store.replayable, self._tenant_id, self._run_id)
+        operations = await self._store.call(Store.replayable, self.tenant_id, self._run_id)
         policy_id, gate = self._policy_id, self.gate
 
         async def repeat(body: ForwardBackward) -> None:
-            async with gate.passing(self._tenant_id, body.num_tokens):
+            async with gate.passing(self.tenant_id, body.num_tokens):
                 await trainer.forward_backward(policy_id, body.data, body.objective)
 
         bodies = [body_of(operation) for operation in operations]
@@ -355,4 +428,4 @@ class RunPolicy:
         task.add_done_callback(self._tidying.discard)
 
     def _new_id(self) -> PolicyId:
-        return PolicyId(f"{self._tenant_id}/{self._run_id}#{next(self._ids)}")
+        return PolicyId(f"{self.tenant_id}/{self._run_id}#{next(self._ids)}")

@@ -218,7 +218,7 @@ class RunVerbs:
         overwrite: bool = False,
     ) -> Checkpoint:
         """Write a checkpoint of the run as it is, complete before anybody can see it."""
-        await self._check_storage()
+        await self.check_storage()
         await self._policy.bring()
         # Under the number of the operation: done again after a crash it finds its own files.
         files = self._store.files.checkpoint(
@@ -242,7 +242,12 @@ class RunVerbs:
             keep_checkpoint, self._tenant_id, checkpoint, state, overwrite=overwrite
         )
 
-    async def _check_storage(self) -> None:
+    async def check_storage(self) -> None:
+        """Refuse what would be stored beyond the tenant's share.
+
+        Raises:
+            QuotaExceeded: it is used up.
+        """
         limit = self._tenants.quotas(self._tenant_id).stored_bytes
         if limit is None:
             return

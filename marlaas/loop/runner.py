@@ -30,6 +30,7 @@ from marlaas.errors import (
     WorkerLost,
 )
 from marlaas.loop import operations as ops
+from marlaas.loop.concurrency import beside_the_loop
 from marlaas.loop.journal import Entry, Journal
 from marlaas.loop.operations import Category, OperationKind, QueueState, Result, Waiting
 from marlaas.loop.run_policy import RunPolicy
@@ -53,6 +54,10 @@ logger = logging.getLogger(__name__)
 MAX_LOSSES = 6
 """Workers that may be lost over one operation before it fails: it may be what ends them, and they
 have other tenants."""
+
+UNCHECKED_BYTES = 256 << 20
+"""Passes that the journal keeps for the gradient of a run before it matters what its tenant stores:
+a full storage takes no checkpoints, and lets nobody pile up passes without a step."""
 
 STOPPING = "the server is stopping"
 NEVER_CAME = "the operation of this number did not come in time; those behind it were given up"
@@ -124,6 +129,10 @@ class Runner:
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._paused: Waiting | None = None
+        self._has_gradient = True
+        """Passes may have added to it since it was cleared."""
+        self._unchecked_bytes = 0
+        """Of passes since the gradient was cleared, or since storage was looked at."""
 
     @property
     def is_idle(self) -> bool:
@@ -194,6 +203,12 @@ class Runner:
             while passes and passes[0][1].done():
                 await self._finish_pass(*passes.popleft())
             entry = None if self._is_stopping else journal.peek()
+            if entry is not None and self.policy.must_make_room(has_gradient=self._has_gradient):
+                if passes:
+                    await journal.changed.wait()
+                else:
+                    await self.policy.make_room()
+                continue
             if entry is None and not passes:
                 if self._is_stopping or not len(journal):
                     return
@@ -208,11 +223,13 @@ class Runner:
         if not passes:
             return True
         is_full = len(passes) >= self._settings.max_passes
-        return entry.kind.is_pass and not is_full and not self._why_spent(entry)
+        is_held_up = is_full or self._is_piling_up(entry) or self._why_spent(entry)
+        return entry.kind.is_pass and not is_held_up
 
     async def _begin(self, entry: Entry, passes: Passes) -> None:
         if self._why_spent(entry):
-            with self._pausing(QueueState.PAUSED_RATE_LIMIT, self._why_spent(entry)):
+            reason = self._why_spent(entry)
+            with self._pausing(QueueState.PAUSED_RATE_LIMIT, reason), self.policy.resting():
                 await self._tokens_left()
             return
         self.journal.take()
@@ -222,12 +239,15 @@ class Runner:
         assert isinstance(entry.body, ops.ForwardBackward)
         if not passes:
             try:
+                await self._check_storage(entry)
                 await self.policy.bring()
             except (WorkerLost, StoreUnavailable):
                 raise
             except Exception as error:
                 await self._fail(entry, error)
                 return
+        self._has_gradient |= not entry.body.is_forward_only
+        self._unchecked_bytes += 0 if entry.body.is_forward_only else entry.num_bytes
         task = asyncio.create_task(self._pass(entry.body))
         task.add_done_callback(lambda _: self.journal.changed.set())
         passes.append((entry, task))
@@ -257,12 +277,28 @@ class Runner:
         device_s = gate.charge(self.tenant_id, num_tokens, is_forward_only=body.is_forward_only)
         return PassOutcome(outputs, device_s)
 
+    def _is_piling_up(self, entry: Entry) -> bool:
+        is_kept = entry.kind is OperationKind.FORWARD_BACKWARD
+        return is_kept and self._unchecked_bytes + entry.num_bytes > UNCHECKED_BYTES
+
+    async def _check_storage(self, entry: Entry) -> None:
+        """Refuse a pass whose payload has no room in what the tenant may store.
+
+        Raises:
+            QuotaExceeded: it is used up.
+        """
+        if self._is_piling_up(entry):
+            await self._verbs.check_storage()
+            self._unchecked_bytes = 0
+
     async def _finish_pass(self, entry: Entry, task: "asyncio.Task[PassOutcome]") -> None:
         body = entry.body
         assert isinstance(body, ops.ForwardBackward)
         try:
             outcome = task.result()
-            value = ops.pass_result(body, outcome.outputs)
+            value, result = await beside_the_loop(
+                body.num_cells, lambda: _told(body, outcome.outputs)
+            )
         except WorkerLost:
             raise
         except Exception as error:
@@ -272,7 +308,7 @@ class Runner:
         await self._store.call(
             Store.finish_operation,
             *(self.tenant_id, self.run.run_id, entry.seq),
-            result=codec.encode(value),
+            result=result,
             usage=usage,
         )
         self._tenants.use(self.tenant_id, tokens=usage.trained_tokens)
@@ -330,7 +366,12 @@ class Runner:
             await self._store.call(Store.finish_operation, *key, result=result)
             return
         self.run = await self._commit(key, done.run, result=result)
-        self.journal.is_incomplete = False
+        self._note_cleared()
+
+    def _note_cleared(self) -> None:
+        """The gradient was cleared, and the passes that it was made of are gone."""
+        self.journal.is_incomplete = self._has_gradient = False
+        self._unchecked_bytes = 0
 
     async def _commit(
         self,
@@ -373,7 +414,7 @@ class Runner:
             self.run = await self._commit(
                 key, self.run, error=result.error, category=result.category
             )
-            self.journal.is_incomplete = False
+            self._note_cleared()
         else:
             await self._store.call(
                 Store.finish_operation, *key, error=result.error, category=result.category
@@ -394,7 +435,7 @@ class Runner:
             journal.skip_to(next_seq, is_incomplete=is_incomplete)
             return
         left_s = journal.gap_since_s + self._settings.gap_timeout_s - runtime.now_s()
-        with suppress(TimeoutError):
+        with suppress(TimeoutError), self.policy.resting():
             async with asyncio.timeout(max(0.0, left_s)):
                 await journal.changed.wait()
             return
@@ -448,6 +489,12 @@ class Runner:
             yield
         finally:
             self._paused = None
+
+
+def _told(body: ops.ForwardBackward, outputs: list[DatumOutput]) -> tuple[ops.PassResult, bytes]:
+    """Return what a pass says, and the same as it is stored."""
+    value = ops.pass_result(body, outputs)
+    return value, codec.encode(value)
 
 
 def used_numbers(store: Store, tenant_id: TenantId, run_id: str) -> tuple[int, bool]:

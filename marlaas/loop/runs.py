@@ -27,13 +27,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from marlaas.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded
-from marlaas.loop.concurrency import to_its_end
+from marlaas.loop.concurrency import beside_the_loop, to_its_end
 from marlaas.loop.journal import Entry, Journal
 from marlaas.loop.operations import (
     CREATE_SEQ,
     Body,
     Category,
     CreateRun,
+    ForwardBackward,
     OperationKind,
     Result,
     Waiting,
@@ -164,7 +165,9 @@ class Runs:
             QuotaExceeded: too much of the tenant waits; the next in order is always taken.
             StoreUnavailable: it was not accepted; send it again.
         """
-        kind, payload = kind_of(body), encode_body(body)
+        kind = kind_of(body)
+        num_cells = body.num_cells if isinstance(body, ForwardBackward) else 0
+        payload = await beside_the_loop(num_cells, lambda: encode_body(body))
         self._check_room(tenant_id, run_id, seq, len(payload))
         operation = Operation(
             run_id=run_id,

@@ -113,12 +113,15 @@ class Store(Tenants, Checkpoints, Backups):
         return cls(root, durability=durability, url=url, runs_jobs=runs_jobs)
 
     def drop_expired(self) -> int:
-        """Delete adapters and checkpoints whose time is over, and the training state of runs that
-        nobody goes on with, of all tenants; return how many things went. Once in a process, what
-        kills have left of others goes too."""
+        """Delete adapters and checkpoints whose time is over, the training state of runs that
+        nobody goes on with, and sessions that left nothing, of all tenants; return how many went.
+        Once in a process, what kills have left of others goes too."""
         if not self._is_swept:
             self._is_swept = True
             self._delete_strays()
         return (
-            self._drop_expired_adapters() + self._drop_expired_checkpoints() + self._end_old_runs()
+            self._drop_expired_adapters()
+            + self._drop_expired_checkpoints()
+            + self._end_old_runs()
+            + self._drop_empty_sessions()
         )

@@ -32,6 +32,10 @@ STATE_KEPT_S = 24 * 3600.0
 """How long the training state of a run is kept after its last operation, once its session ended or
 fell silent. Checkpoints are what lasts."""
 
+EMPTY_SESSION_KEPT_S = 7 * 24 * 3600.0
+"""How long a session without runs is kept, with its samplers, after it was heard of last, or any of
+these was used."""
+
 _RETRY_S = 60.0
 
 _SESSION = sa.select(sessions.c.session_id).where(
@@ -74,6 +78,15 @@ _OLD = (
             operations.c.state == sa.literal_column("'accepted'"),
         ),
     )
+)
+_DROP_EMPTY = sa.delete(sessions).where(
+    sessions.c.seen_s <= bindparam("since"),
+    ~sa.exists().where(_IN_SESSION),
+    ~sa.exists().where(
+        samplers.c.tenant_id == sessions.c.tenant_id,
+        samplers.c.session_id == sessions.c.session_id,
+        samplers.c.used_s > bindparam("since"),
+    ),
 )
 _END = (
     sa.update(runs)
@@ -289,6 +302,12 @@ class RunRecords(Sessions):
         for row in old:
             self.files.delete_run_states(TenantId(row.tenant_id), row.run_id)
         return len(old)
+
+    def _drop_empty_sessions(self) -> int:
+        """Delete sessions, and their samplers, that left nothing behind; return how many."""
+        with self._transaction() as db:
+            since_s = runtime.wall_time_s() - EMPTY_SESSION_KEPT_S
+            return db.execute(_DROP_EMPTY, {"since": since_s}).rowcount
 
     def _run(self, row: sa.Row) -> Run:
         path = None if row.state_path is None else str(self.files.root / row.state_path)

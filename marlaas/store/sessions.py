@@ -5,6 +5,7 @@
 - An id that is looked up may be any text that a client sent.
 - Session ids are unique over all tenants, and so is what is derived from them.
 - What a session made outlives it: runs and samplers go when nobody uses them any more.
+- A tenant has at most `MAX_SESSIONS`: rows, unlike files, count against no storage.
 """
 
 import msgspec
@@ -12,16 +13,24 @@ import sqlalchemy as sa
 from sqlalchemy import bindparam, func
 
 from marlaas import runtime
-from marlaas.errors import Conflict, NotFound
+from marlaas.errors import Conflict, NotFound, QuotaExceeded
 from marlaas.store.columns import clean_text, encode_json
 from marlaas.store.files import check_run_id
 from marlaas.store.schema import sessions
 from marlaas.store.usage import UsageRecords
 from marlaas.types import Session, TenantId
 
+MAX_SESSIONS = 20_000
+"""Of one tenant."""
+
+_RETRY_S = 3600.0
+
 _THIS = (sessions.c.tenant_id == bindparam("tenant"), sessions.c.session_id == bindparam("session"))
 
 _ADD = sa.insert(sessions)
+_COUNT = (
+    sa.select(func.count()).select_from(sessions).where(sessions.c.tenant_id == bindparam("tenant"))
+)
 _ONE = sa.select(sessions).where(*_THIS)
 _OF_ANYBODY = sa.select(sessions).where(sessions.c.session_id == bindparam("session"))
 _PAGE = (
@@ -55,6 +64,7 @@ class Sessions(UsageRecords):
 
         Raises:
             Conflict: there is another one of that id, this tenant's or not: draw a new id.
+            QuotaExceeded: the tenant has too many.
         """
         check_run_id(session.session_id)
         row = {
@@ -70,6 +80,12 @@ class Sessions(UsageRecords):
         with self._transaction() as db:
             before = db.execute(_OF_ANYBODY, {"session": session.session_id}).mappings().first()
             if before is None:
+                if db.execute(_COUNT, {"tenant": tenant_id}).scalar_one() >= MAX_SESSIONS:
+                    raise QuotaExceeded(
+                        f"{MAX_SESSIONS} sessions are kept; those without runs go a week after "
+                        "they were heard of last",
+                        _RETRY_S,
+                    )
                 db.execute(_ADD, row)
             elif any(before[name] != row[name] for name in ("tenant_id", "tags", "metadata")):
                 raise Conflict(f"session id {session.session_id!r} is taken")

@@ -719,6 +719,26 @@ def test_a_full_storage_takes_no_checkpoint(tmp_path: Path) -> None:
     virtually(main())
 
 
+def test_passes_without_a_step_fill_no_more_than_a_tenants_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("marlaas.loop.runner.UNCHECKED_BYTES", 5_000)
+
+    async def main() -> None:
+        quotas = replace(UNLIMITED, stored_bytes=50_000)
+        async with serving(tmp_path, quotas=quotas) as server:
+            run = await server.new()
+            results = await server.do(run, *[train(*["abcdefgh"] * 8)] * 100)
+            full = [result for result in results if result.error]
+            assert full and all("bytes" in one.error for one in full)
+            assert {one.category for one in full} == {"user"}
+            assert server.store.stored_bytes(ACME) < 60_000
+            (step,) = await server.do(run, STEP)  # gives back what the passes took
+            assert step.category == "user" and server.store.stored_bytes(ACME) < 40_000
+
+    virtually(main())
+
+
 # ---------------------------------------------------------------------------------------------
 # Sharing a worker
 
@@ -755,6 +775,71 @@ def test_runs_that_find_no_room_say_so_and_have_their_turn(tmp_path: Path) -> No
             assert waiting.queue_state is QueueState.PAUSED_CAPACITY
             assert "make room on worker-0" in waiting.reason
             assert (await done(server, request_id)).error == ""
+
+    virtually(main())
+
+
+def test_a_tenant_whose_tokens_are_used_up_keeps_no_place_from_others(tmp_path: Path) -> None:
+    async def main() -> None:
+        settings = RunnerSettings(max_loaded=1)
+        quotas = replace(UNLIMITED, tokens_a_day=4)
+        async with serving(tmp_path, settings=settings, quotas=quotas) as server:
+            spent = await server.new()
+            await server.do(spent, train("abb"), train("abb"))
+            ids = await server.send(spent, train("ab"), STEP)
+            await asyncio.sleep(1.0)
+            began_s = runtime.now_s()
+            other = await server.new(tenant=OTHER)
+            await server.do(other, train("ab"), STEP, tenant=OTHER)
+            assert runtime.now_s() - began_s < 10.0
+            assert [(await done(server, one)).error for one in ids] == ["", ""]
+            expected = reference([["abb", "abb", "ab"]])
+            np.testing.assert_array_equal(server.weights(spent), expected)
+
+    virtually(main())
+
+
+def test_a_run_that_waits_behind_a_gap_keeps_no_place_from_others(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, settings=RunnerSettings(max_loaded=1)) as server:
+            run = await server.new()
+            late = await server.runs.submit(ACME, run, 2, train("abb"))
+            await asyncio.sleep(1.0)
+            began_s = runtime.now_s()
+            await server.do(await server.new(tenant=OTHER), train("ab"), tenant=OTHER)
+            assert runtime.now_s() - began_s < 10.0
+            await server.runs.submit(ACME, run, 1, train("ab"))
+            assert (await done(server, late)).error == ""
+
+    virtually(main())
+
+
+@pytest.mark.parametrize("letters", [[train("ab"), STEP], [train("ab")]])
+def test_runs_that_never_rest_take_turns_with_those_of_others(
+    tmp_path: Path, letters: list[Body]
+) -> None:
+    async def main() -> None:
+        settings = RunnerSettings(max_loaded=2)
+        async with serving(tmp_path, speed=Speed(train_s=1.0), settings=settings) as server:
+            restless = [await server.new(number) for number in range(3)]
+
+            async def work(run: str) -> None:
+                while True:
+                    ids = await server.send(run, *letters * 4)
+                    await done(server, ids[-3])  # the next ones are there before it is idle
+
+            working = [asyncio.create_task(work(run)) for run in restless]
+            await asyncio.sleep(60.0)
+            began_s = runtime.now_s()
+            other = await server.new(tenant=OTHER)
+            results = await server.do(other, train("ab"), STEP, tenant=OTHER)
+            assert [result.error for result in results] == ["", ""]
+            assert runtime.now_s() - began_s < 120.0
+            for task in working:
+                task.cancel()
+            await asyncio.gather(*working, return_exceptions=True)
+            numbers = [server.runs._runners[ACME, run].journal.next_seq for run in restless]
+            assert min(numbers) > 4  # its own take turns, too
 
     virtually(main())
 

@@ -513,6 +513,13 @@ def test_sparse_targets_of_a_prompt_are_answered_sparse() -> None:
     assert told.shape == [2, 2] and told.to_torch().tolist() == [[0, 0], [-1, -2]]
 
 
+def test_metadata_is_small_as_a_whole() -> None:
+    fits = {f"name {index}": "x" * 200 for index in range(64)}
+    assert bodies.read_metadata("user_metadata", fits) == fits
+    with pytest.raises(InvalidRequest, match="characters in all"):
+        bodies.read_metadata("user_metadata", {name: text * 2 for name, text in fits.items()})
+
+
 def test_every_loss_says_what_it_needs() -> None:
     assert set(losses.LOSSES) == {"cross_entropy", "importance_sampling", "ppo", "cispo", "gspo",
                                   "dro", "stable_reinforce"}  # fmt: skip

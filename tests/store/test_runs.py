@@ -9,7 +9,7 @@ from sqlalchemy.exc import DBAPIError
 from marlaas import runtime
 from marlaas.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded, StoreUnavailable
 from marlaas.store.db import Store
-from marlaas.store.runs import IDLE_RUN_S, STATE_KEPT_S
+from marlaas.store.runs import EMPTY_SESSION_KEPT_S, IDLE_RUN_S, STATE_KEPT_S
 from marlaas.types import AdapterSpec, CheckpointKind, Session, StateKind
 from tests.store.records import (
     ACME,
@@ -216,6 +216,27 @@ def test_the_state_of_an_abandoned_run_goes_and_its_checkpoints_stay(
     assert store.checkpoints(ACME)[1] == 1
     with pytest.raises(Conflict, match="ended, its training state is gone: begin another one"):
         store.accept(ACME, operation_of(3))
+
+
+def test_sessions_that_left_nothing_go_and_are_bounded(
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_run(store)
+    for name in ("s-empty", "s-sampled"):
+        store.add_session(ACME, Session(session_id=name))
+        sampler = replace(sampler_of(), session_id=name, sampler_id=f"{name}:sample:0", seq=0)
+        store.add_sampler(ACME, replace(sampler, checkpoint_path=None))
+    clock.now_s += EMPTY_SESSION_KEPT_S + 1
+    store.use_sampler(ACME, "s-sampled:sample:0")
+    store.drop_expired()
+    left = {session.session_id for session in store.sessions(ACME)}
+    assert left == {"s-1", "s-sampled"}
+    with pytest.raises(NotFound):
+        store.sampler(ACME, "s-empty:sample:0")
+    monkeypatch.setattr("marlaas.store.sessions.MAX_SESSIONS", len(left))
+    with pytest.raises(QuotaExceeded):
+        store.add_session(ACME, Session(session_id="s-more"))
+    store.add_session(OTHER, Session(session_id="s-theirs"))
 
 
 def test_a_sampler_is_made_once(store: Store, clock: Clock) -> None:

@@ -9,7 +9,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +22,8 @@ B = TypeVar("B", bound=Struct)
 MAX_METADATA = 64
 MAX_TEXT_CHARS = 4096
 """Of a name, a tag, a value of metadata."""
+MAX_METADATA_CHARS = 16 * 1024
+"""Of all names and values of one thing's metadata together, or of all its tags."""
 _MAX_UNKNOWN = 32
 """Unknown fields that are looked at."""
 
@@ -393,7 +395,21 @@ def read_metadata(where: str, metadata: Mapping[str, Any] | None) -> dict[str, s
             raise InvalidRequest(
                 f"{where}.{name[:40]}: expected at most {MAX_TEXT_CHARS} characters"
             )
+    check_total(where, [*found, *found.values()])
     return found
+
+
+def check_total(where: str, texts: Iterable[str]) -> None:
+    """Refuse texts that are too long together: they are kept in rows, which count as nothing.
+
+    Raises:
+        InvalidRequest: they are.
+    """
+    num_chars = sum(map(len, texts))
+    if num_chars > MAX_METADATA_CHARS:
+        raise InvalidRequest(
+            f"{where}: {num_chars} characters in all; expected at most {MAX_METADATA_CHARS}"
+        )
 
 
 def check_text(where: str, text: str) -> str:

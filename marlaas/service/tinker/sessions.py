@@ -5,11 +5,11 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from marlaas import runtime
-from marlaas.errors import InvalidRequest
+from marlaas.errors import InvalidRequest, QuotaExceeded
 from marlaas.service.limits import read_body
 from marlaas.service.parts import WithParts
 from marlaas.service.tinker import bodies
-from marlaas.service.tinker.bodies import check_text, read_metadata
+from marlaas.service.tinker.bodies import check_text, check_total, read_metadata
 from marlaas.service.tinker.door import ANY_BODY, WithTenant, answer, read, says
 from marlaas.service.tinker.losses import INFO
 from marlaas.store.db import Store
@@ -103,6 +103,7 @@ async def create_session(tenant: WithTenant, parts: WithParts, request: Request)
     body = await read(request, bodies.CreateSession)
     if len(body.tags) > MAX_TAGS:
         raise InvalidRequest(f"tags: {len(body.tags)} of them; expected at most {MAX_TAGS}")
+    check_total("tags", body.tags)
     session = Session(
         session_id=f"s-{runtime.unguessable_bytes(8).hex()}",
         tags=tuple(check_text("tags", tag) for tag in body.tags),
@@ -111,7 +112,10 @@ async def create_session(tenant: WithTenant, parts: WithParts, request: Request)
         display_name=check_text("display_name", body.display_name or ""),
         created_s=runtime.wall_time_s(),
     )
-    await parts.store.call(Store.add_session, tenant, session)
+    try:
+        await parts.store.call(Store.add_session, tenant, session)
+    except QuotaExceeded as error:  # final: clients would repeat a 429 for minutes
+        raise InvalidRequest(str(error)) from None
     return answer(
         {"type": "create_session", "session_id": session.session_id, "info_message": INFO}
     )
