@@ -238,11 +238,35 @@ def test_samples_of_one_request_have_ids_of_their_own(sampler):
 # Many at once
 
 
-def test_two_thousand_samples_are_in_flight_at_once_and_all_come_back(sampler):
+def test_two_thousand_samples_are_in_flight_at_once_and_all_come_back(service, sampler):
+    """Of two clients, each of which has a thousand in flight at most."""
     asked = types.SamplingParams(max_tokens=2, temperature=0.0, stop=[])
-    futures = [sampler.sample(prompt(ASKED[-4:]), 1, asked) for _ in range(NUM_SAMPLES)]
+    another = service.create_sampling_client(base_model=BASE).result(timeout=WAIT_S)
+    futures = [
+        client.sample(prompt(ASKED[-4:]), 1, asked)
+        for client in (sampler, another)
+        for _ in range(NUM_SAMPLES // 2)
+    ]
     drawn = {tuple(one.result(timeout=WAIT_S).sequences[0].tokens) for one in futures}
     assert len(drawn) == 1
+
+
+def test_one_poll_for_all_samples_of_a_client_gives_what_a_poll_for_each_does(acme: Tenant):
+    """The service tells clients to poll for each, but answers those that are told otherwise."""
+    service = acme.service()
+    told = {"sample_use_retrieve_futures": True, "sample_join_sampling_session": True}
+    service.holder._client_config = service.holder._client_config.model_copy(update=told)
+    client = service.create_sampling_client(base_model=BASE).result(timeout=WAIT_S)
+    copy = pickle.loads(pickle.dumps(client))
+    asked = [types.SamplingParams(max_tokens=4, seed=seed, stop=[]) for seed in range(20)]
+    drawn = [[one.sample(prompt(ASKED), 2, params) for params in asked] for one in (client, copy)]
+    tokens = [
+        [[one.tokens for one in future.result(timeout=WAIT_S).sequences] for future in futures]
+        for futures in drawn
+    ]
+    assert tokens[0] == tokens[1]
+    plain = acme.service().create_sampling_client(base_model=BASE).result(timeout=WAIT_S)
+    assert tokens[0][7] == [one.tokens for one in sample(plain, n=2, **dict(asked[7])).sequences]
 
 
 def test_a_pickled_sampler_is_one_more_client_of_it(sampler):
@@ -262,10 +286,13 @@ def test_a_cancelled_sample_gives_its_place_back(sampler):
     assert len(sequence.tokens) == 1 and math.isfinite(sequence.logprobs[0])
 
 
-def test_a_closed_session_ends_its_samplers_only(acme: Tenant, sampler):
-    own = acme.service()
-    ended = own.create_sampling_client(base_model=BASE).result(timeout=WAIT_S)
-    sample(ended, max_tokens=1)
-    own.close("success").result(timeout=WAIT_S)
-    acme.clients.remove(own)
+def test_a_session_is_finished_again_and_what_was_queued_in_it_is_done(acme: Tenant, sampler):
+    with acme.wire() as wire:
+        session = wire.new_session()
+        model = wire.new_model(session)
+        passed = wire.forward_backward(model, 1, [datum(ASKED)]).json()["request_id"]
+        for reason in ("success", "errored"):
+            ended = wire.post(f"sessions/{session}/finish", reason={"type": reason}, detail=None)
+            assert ended.status_code == 200
+        assert wire.result(passed).loss_fn_outputs
     assert sample(sampler, max_tokens=1).sequences
