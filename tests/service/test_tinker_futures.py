@@ -214,7 +214,7 @@ async def test_one_run_too_many_is_refused_for_good(tmp_path: Path) -> None:
             "lora_config": {"rank": 8},
         }  # fmt: skip
         refused = await client.post("create_model", more)
-        assert refused.status_code == 422 and "1 may be: finish a session" in refused.text
+        assert refused.status_code == 400 and "1 may be: finish a session" in refused.text
 
 
 async def test_a_sample_has_a_name_for_each_sequence(tmp_path: Path) -> None:
