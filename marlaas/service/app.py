@@ -18,7 +18,8 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
 
 from marlaas import __version__
 from marlaas.config import ServeSettings
@@ -47,6 +48,9 @@ from marlaas.service.parts import Parts
 from marlaas.service.tinker import routes as tinker
 from marlaas.service.tinker.door import is_here as is_from_tinker
 from marlaas.service.wire.common import ErrorAnswer, Problem, Responses
+
+CLIENT_LEFT = 499
+"""In the log, as other servers have it; nobody gets it."""
 
 STATUS: Mapping[type[MarlaasError], int] = {
     InvalidRequest: 422,
@@ -125,6 +129,7 @@ def make_app(parts: Parts) -> FastAPI:
     app.add_exception_handler(MarlaasError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_refused)
+    app.add_exception_handler(ClientDisconnect, _on_left)
     app.add_middleware(BodyLimit, limit_of=_limits(parts.settings))
     app.add_middleware(RequestLog, telemetry=parts.telemetry)
     return app
@@ -198,6 +203,11 @@ async def _on_refused(request: Request, error: Exception) -> JSONResponse:
         words = other_methods(request)
     code = _CODES.get(error.status_code, InvalidRequest.code)
     return _answer(request, status, code, words, [], dict(error.headers or {}))
+
+
+async def _on_left(request: Request, error: Exception) -> Response:
+    """Note that a client left while its request was read: nobody's fault, and nobody to answer."""
+    return Response(status_code=CLIENT_LEFT)
 
 
 def _answer(

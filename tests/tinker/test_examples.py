@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from tests.tinker.served import WAIT_S, Tenant
+from tests.tinker.served import WAIT_S, Tenant, new_run
 
 pytestmark = pytest.mark.slow
 
@@ -42,3 +42,21 @@ def test_fine_tuning_brings_home_an_adapter(acme: Tenant, tmp_path: Path):
     losses = [float(value) for value in re.findall(r"([\d.]+) nats", said)]
     assert len(losses) == 6 and losses[-1] < losses[0]
     assert load_file(tmp_path / "a" / "adapter_model.safetensors")
+
+
+def test_the_command_line_of_the_sdk_takes_a_training_checkpoint_home(acme: Tenant, tmp_path: Path):
+    run = new_run(acme.service())
+    path = run.save_state("cli").result(timeout=WAIT_S).path
+    where = {"TINKER_BASE_URL": acme.running.url, "TINKER_API_KEY": acme.key}
+    command = "import tinker.cli.__main__ as cli; cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "checkpoint", "download", path, "--output", str(tmp_path)],
+        env={**os.environ, **where},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (file,) = tmp_path.rglob("adapter_model.safetensors")
+    assert load_file(file)

@@ -1,5 +1,7 @@
 """What cannot be trained or drawn is refused in words, and the run goes on as if it never came."""
 
+import socket
+import time
 from typing import Any
 
 import numpy as np
@@ -266,3 +268,20 @@ def test_a_key_is_needed_and_an_operators_owns_nothing(acme: Tenant):
     with Wire(acme.running.url, acme.running.operator_key) as operator:
         answer = operator.post("create_session", tags=[], user_metadata={}, sdk_version="0.38.0")
         assert answer.status_code in (400, 403) and "tenant" in answer.text
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_fault_of_the_service(acme: Tenant):
+    host, port = acme.running.url.removeprefix("http://").split(":")
+    path = "/api/v1/telemetry"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nX-API-Key: {acme.key}\r\nContent-Length: 999\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + b"{")
+        time.sleep(0.5)
+    log = acme.running.folder / "stderr.log"
+    deadline = time.monotonic() + WAIT_S
+    while '"status": 499' not in (text := log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert "unexpected exception" not in text
