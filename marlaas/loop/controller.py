@@ -374,6 +374,7 @@ class Controller:
             await job.policy.publish(record.step)
         job.buffer.publish(record.step)
         job.note_step()
+        job.policy.station.expect(job.spec, job.least_s)
         self._ready(job)
         self._tell(lambda observer: observer.step_done(job.spec, record))
         if is_due(job.spec, record.step):
@@ -604,6 +605,7 @@ class Controller:
             job.judge(group)
             return
         job.buffer.finish(group)
+        job.note_tools(group)
         self._tell(lambda observer: observer.group_done(job.spec, group))
         self._note_group(job, group)
         self._count(job, sampled_tokens(group))

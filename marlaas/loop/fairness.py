@@ -2,8 +2,10 @@
 
     group opened ─► its predicted cost is charged      group finished ─► settled on what it cost
 
-- Tenants share a worker in proportion to their weights, however many jobs or samples each brings;
-  a tenant's jobs share its part equally. Cost is device time, so long and short groups compare.
+- Tenants share a worker in proportion to their weights, however many jobs or samples each brings.
+  Cost is device time, so long and short groups compare.
+- A tenant's jobs share its part by how long each still takes at least, within a factor of
+  `MAX_PREFERENCE`: the one that would end last, tools included, goes ahead, and none starves.
 - Only jobs that could open a group now stand in the queue: those that wait cost nothing, and an
   admission takes the same time at ten tenants and at a thousand.
 - A sequence counts against a worker only while it samples: when its tool runs, others fill the
@@ -22,6 +24,9 @@ import numpy as np
 from marlaas.types import Group, JobId, JobSpec, TenantId, WorkerStats
 
 K = TypeVar("K")
+
+MAX_PREFERENCE = 4.0
+"""Most that one job's part of its tenant's share may be of another's."""
 
 
 class DeficitRing(Generic[K]):
@@ -119,6 +124,38 @@ class DeficitRing(Generic[K]):
             self._credit[key] += max(0, num_rounds) * self._quantum(key)
 
 
+class Needs:
+    """How long each of a tenant's jobs still takes at least. One of which nothing is known takes as
+    long as the others on average.
+
+        needs.expect("acme/search", 40.0); needs.expect("acme/sums", 10.0)
+        needs.weight_of("acme/search") / needs.weight_of("acme/sums")           # 1.6 / 0.5
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[JobId, float] = {}
+        self._sum_s = 0.0
+
+    def expect(self, job_id: JobId, seconds: float) -> None:
+        """Take `seconds` as what a job needs from now on."""
+        self._sum_s += seconds - self._seconds.get(job_id, 0.0)
+        self._seconds[job_id] = seconds
+
+    def forget(self, job_id: JobId) -> None:
+        """Leave a job out of account."""
+        self._sum_s -= self._seconds.pop(job_id, 0.0)
+
+    def weight_of(self, job_id: JobId) -> float:
+        """Return a job's weight among the tenant's: 1 if it takes as long as they do on average, at
+        least and at most so much less or more that any two are `MAX_PREFERENCE` apart."""
+        seconds = self._seconds.get(job_id)
+        mean_s = self._sum_s / len(self._seconds) if self._seconds else 0.0
+        if seconds is None or mean_s <= 0:
+            return 1.0
+        most = MAX_PREFERENCE**0.5
+        return min(most, max(1 / most, seconds / mean_s))
+
+
 class FairQueue:
     """The jobs of one worker that could open a group now: tenants by weight, then their jobs.
 
@@ -131,13 +168,17 @@ class FairQueue:
     ) -> None:
         self._cost_of = cost_of
         self._jobs: dict[TenantId, DeficitRing[JobId]] = {}
+        self._needs: dict[TenantId, Needs] = {}
         self._tenants: DeficitRing[TenantId] = DeficitRing(
             self._tenant_cost, lambda tenant: weights.get(tenant, 1.0)
         )
 
     def add(self, spec: JobSpec) -> None:
         """Let a job compete; nothing changes if it does already."""
-        ring = self._jobs.setdefault(spec.tenant, DeficitRing(self._cost_of))
+        ring = self._jobs.get(spec.tenant)
+        if ring is None:
+            needs = self._needs[spec.tenant] = Needs()
+            ring = self._jobs[spec.tenant] = DeficitRing(self._cost_of, needs.weight_of)
         ring.add(spec.job_id)
         self._tenants.add(spec.tenant)
 
@@ -154,6 +195,12 @@ class FairQueue:
         self.discard(spec)
         if spec.tenant in self._jobs:
             self._jobs[spec.tenant].forget(spec.job_id)
+            self._needs[spec.tenant].forget(spec.job_id)
+
+    def expect(self, spec: JobSpec, seconds: float) -> None:
+        """Take `seconds` as what a job still needs at least, until told otherwise."""
+        if spec.tenant in self._needs:
+            self._needs[spec.tenant].expect(spec.job_id, seconds)
 
     @property
     def has_waiting(self) -> bool:

@@ -29,6 +29,9 @@ the first one is waited for."""
 FOLLOW_PACE = 0.3
 """Weight of the newest step in the running mean of a job's pace."""
 
+MEAN_GROUPS = 50
+"""Groups that a mean of waits goes back: they have heavy tails."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
@@ -83,6 +86,9 @@ class Job:
         """Seconds from step to step, lately; None before two steps of this run."""
         self.stepped_s = 0.0
         """When this run's last step was published, on the loop's clock."""
+        self._tools_s = 0.0
+        """What a group's longest trajectory waits for its environment, on average."""
+        self._num_groups = 0
         self.is_satisfied = False
         """An evaluation reached `stop_at_success`."""
         self.rollouts: dict[GroupPlan, GroupRollout] = {}
@@ -230,6 +236,20 @@ class Job:
             pace_s = taken_s if self.pace_s is None else self.pace_s
             self.pace_s = pace_s + FOLLOW_PACE * (taken_s - pace_s)
         self.stepped_s = now_s
+
+    def note_tools(self, group: Group) -> None:
+        """Follow how long environments hold up a group."""
+        waits_s = [sum(turn.latency_s for turn in one.turns) for one in group.trajectories]
+        self._num_groups += 1
+        follow = 1 / min(self._num_groups, MEAN_GROUPS)
+        self._tools_s += follow * (max(waits_s, default=0.0) - self._tools_s)
+
+    def least_s(self, group_device_s: float) -> float:
+        """Return how long the job still takes at least, with its worker to itself: device time of
+        what is left, and tools, for which as many steps wait at a time as staleness allows."""
+        steps_left = self.spec.steps - self.buffer.version
+        tools_s = self._tools_s / (1 + self.spec.max_staleness)
+        return steps_left * (tools_s + self.spec.prompts_per_step * group_device_s)
 
     def wait_before_attempt_s(self, attempt: int) -> float:
         """Return how long to wait before a step is tried again after its worker was lost.

@@ -127,6 +127,11 @@ class Station:
         self.queue.charge(spec, cost_s - estimate_s)
         return cost_s
 
+    def expect(self, spec: JobSpec, least_s: Callable[[float], float]) -> None:
+        """Let a job's part of its tenant's share follow what it still needs at least, by what a
+        group of it costs here."""
+        self.queue.expect(spec, least_s(self.costs.predict_s(spec.job_id)))
+
     def forget(self, spec: JobSpec) -> None:
         """A job lives here no more."""
         self.queue.forget(spec)

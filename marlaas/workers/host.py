@@ -161,7 +161,7 @@ class EngineHost:
             finished, work = self.trainer.step()
             for ticket, outputs in finished:
                 self._finish_pass(cast(int, ticket), m.ReplyOutputs(outputs))
-        elapsed = now_s() - began[0]
+        elapsed = self._now()[0] - began[0]
         if work is not None:
             self._count(work.kind, work.num_tokens, began)
         if can_sample and can_train:

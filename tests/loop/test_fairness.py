@@ -6,7 +6,14 @@ from collections import Counter
 
 import pytest
 
-from marlaas.loop.fairness import CostModel, DeficitRing, FairQueue, TokenCounts, WorkerLoad
+from marlaas.loop.fairness import (
+    CostModel,
+    DeficitRing,
+    FairQueue,
+    Needs,
+    TokenCounts,
+    WorkerLoad,
+)
 from marlaas.types import JobSpec, WorkerStats
 
 
@@ -176,3 +183,46 @@ def test_a_worker_has_room_until_its_batch_or_its_memory_is_full() -> None:
     with load.sampling(1000, lambda: None):
         assert not load.has_room
     assert load.has_room, "a group larger than the memory may still try alone"
+
+
+# ---------------------------------------------------------------------------------------------
+# Within a tenant
+
+
+def test_the_job_that_ends_last_gets_more_of_its_tenants_part_and_no_other_tenants() -> None:
+    specs = [job("a", "long"), job("a", "short"), job("b")]
+    costs = {spec.job_id: 1.0 for spec in specs}
+    queue = FairQueue(costs.__getitem__, {})
+    for spec in specs:
+        queue.add(spec)
+    queue.expect(specs[0], 30.0)
+    queue.expect(specs[1], 15.0)
+    spent = serve(queue, specs, costs, 1200)
+    assert abs(spent["b/job"] - 600) <= 10
+    assert spent["a/long"] / spent["a/short"] == pytest.approx(2.0, rel=0.05)
+
+
+def test_no_job_is_left_behind_however_long_its_siblings_are() -> None:
+    specs = [job("a", f"j{i}") for i in range(5)]
+    costs = {spec.job_id: 1.0 for spec in specs}
+    queue = FairQueue(costs.__getitem__, {})
+    for i, spec in enumerate(specs):
+        queue.add(spec)
+        queue.expect(spec, 1e6 * i)
+    spent = serve(queue, specs, costs, 2000)
+    assert max(spent.values()) <= 4.2 * min(spent.values())
+    queue.forget(specs[4])
+    queue.forget(specs[3])
+    again = serve(queue, specs[:3], costs, 300)
+    assert min(again.values()) >= 300 / 9 * 0.9
+
+
+def test_needs_that_are_not_known_are_taken_for_the_average() -> None:
+    needs = Needs()
+    assert needs.weight_of("a/new") == 1.0
+    needs.expect("a/one", 10.0)
+    needs.expect("a/two", 30.0)
+    assert [needs.weight_of(f"a/{name}") for name in ("one", "new", "two")] == [0.5, 1.0, 1.5]
+    needs.expect("a/two", 0.0)
+    needs.forget("a/one")
+    assert needs.weight_of("a/two") == 1.0, "nothing is left to do: all are alike"
