@@ -328,9 +328,7 @@ class PacedTrainer:
     """The real packing of passes; what they would compute is what was recorded."""
 
     def __init__(self, settings: EngineSettings, spending: Spending, times: PassTimes) -> None:
-        self.cost = PassCost(
-            cost_per_pair=2e-4, bytes_per_token=0, bytes_per_query=0, bytes_per_key=0
-        )
+        self.cost = PassCost(cost_per_pair=2e-4)
         self._budget_tokens = settings.train_budget_tokens
         self._queue = ChunkQueue(settings.train_budget_tokens, is_exact=False)
         self._states: dict[Hashable, _State] = {}
