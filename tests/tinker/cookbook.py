@@ -43,7 +43,7 @@ STRAWBERRY = [
 ]
 """The example that `rl_loop` shows before every question."""
 
-NUM_QUESTIONS = 2048
+NUM_QUESTIONS = 6400
 LIMIT_S = 3600
 
 
@@ -88,7 +88,8 @@ def _begin_at_boxed(logs: Path) -> None:
     lines = (logs / "sl_loop" / "checkpoints.jsonl").read_text().splitlines()
     record = {**json.loads(lines[-1]), "name": "start", "batch": 0}
     folder = logs / "rl_loop"
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     (folder / "checkpoints.jsonl").write_text(json.dumps(record) + "\n")
 
 
@@ -108,7 +109,6 @@ RECIPES = (
     math_rl("importance_sampling, async", "loss_fn=importance_sampling", "max_steps_off_policy=2"),
     math_rl("ppo, async", "loss_fn=ppo", "max_steps_off_policy=2"),
     math_rl("cispo, async", "loss_fn=cispo", "max_steps_off_policy=2"),
-    math_rl("KL to the base", "loss_fn=ppo", "kl_penalty_coef=0.01", steps=12),
     math_rl("interrupted", "loss_fn=ppo", "save_every=4", steps=10),
     math_rl("resumed", "loss_fn=ppo", "save_every=4", steps=30, goes_on="interrupted"),
     Recipe(
@@ -130,17 +130,18 @@ RECIPES = (
     Recipe(
         "sl_loop",
         "recipes.sl_loop",
-        ("batch_size=32", "learning_rate=2e-3", "max_length=1024", "max_steps=40"),
+        ("batch_size=32", "learning_rate=3e-3", "max_length=1024", "max_steps=190"),
         "train_mean_nll",
         is_loss=True,
     ),
     Recipe(
         "rl_loop",
         "recipes.rl_loop",
-        ("batch_size=16", "group_size=8", "learning_rate=1e-3", "max_tokens=24",
-         "loss_fn=importance_sampling", "max_steps=20"),
+        ("batch_size=32", "group_size=8", "learning_rate=5e-4", "max_tokens=24",
+         "loss_fn=importance_sampling", "max_steps=60"),
         "reward/total",
         before=_begin_at_boxed,
+        num_averaged=10,
     ),
 )  # fmt: skip
 
@@ -189,7 +190,7 @@ def _sums(count: int) -> Iterator[tuple[str, int, int]]:
     """Yield question, answer and a wrong answer."""
     rng = np.random.Generator(np.random.Philox(0))
     for _ in range(count):
-        x, y = (int(number) for number in rng.integers(0, 21, 2))
+        x, y = (int(number) for number in rng.integers(0, 10, 2))
         off = int(rng.integers(1, 10))
         yield f"What is {x} + {y}?", x + y, x + y + off
 
