@@ -146,7 +146,10 @@ class Station:
 
 
 class Placement:
-    """Gives each job the station with the least predicted work; a job stays where it is.
+    """Gives each job the station with the least predicted work of its own tenant, and of equal ones
+    that with the least in all; a job stays where it is.
+
+    Shares hold worker by worker: of two, a tenant with all its jobs on one has half of its part.
 
     placement = Placement(workers, weights={})
     station = placement.assign(spec, TokenCounts.guess(spec, max_turns=1))
@@ -163,7 +166,7 @@ class Placement:
         self.stations = [Station(worker, weights) for worker in workers]
         self.on_room = on_room
         self._lost: set[str] = set()
-        self._assigned: dict[str, tuple[Station, float]] = {}
+        self._assigned: dict[JobId, tuple[Station, TenantId, float]] = {}
 
     def assign(self, spec: JobSpec, counts: TokenCounts) -> Station:
         """Return the station where a job is to live; `counts` is what one of its groups needs.
@@ -172,14 +175,18 @@ class Placement:
             WorkerLost: no worker is left.
         """
         work_s = {station.worker.name: 0.0 for station in self.stations}
-        for station, seconds in self._assigned.values():
+        own_s = dict(work_s)
+        for station, tenant_id, seconds in self._assigned.values():
             work_s[station.worker.name] += seconds
+            if tenant_id == spec.tenant:
+                own_s[station.worker.name] += seconds
         alive = self.alive
         if not alive:
             raise WorkerLost("no engine worker is left")
-        station = min(alive, key=lambda station: work_s[station.worker.name])
+        names = {station.worker.name: station for station in alive}
+        station = names[min(names, key=lambda name: (own_s[name], work_s[name]))]
         predicted_s = station.costs.seconds(counts) * spec.steps * spec.prompts_per_step
-        self._assigned[spec.job_id] = (station, predicted_s)
+        self._assigned[spec.job_id] = (station, spec.tenant, predicted_s)
         station.costs.expect(spec.job_id, counts)
         return station
 
@@ -227,7 +234,7 @@ class Placement:
 
     def release(self, spec: JobSpec) -> None:
         """A job has ended."""
-        station, _ = self._assigned.pop(spec.job_id)
+        station, *_ = self._assigned.pop(spec.job_id)
         station.forget(spec)
 
 

@@ -145,3 +145,19 @@ def test_jobs_go_where_least_work_waits() -> None:
         assert where == {"big": "a", "small-0": "b", "small-1": "b", "small-2": "b"}
 
     runtime.run_virtual(main())
+
+
+def test_a_tenants_jobs_are_spread_over_the_workers() -> None:
+    """Shares hold worker by worker: with all jobs on one of two a tenant has half of its part."""
+
+    async def main() -> None:
+        placement = Placement([FakeWorker("a"), FakeWorker("b")], {})
+        order = ("acme", "bolt", "acme", "bolt", "acme", "bolt")
+        where: dict[str, list[str]] = {"acme": [], "bolt": []}
+        for number, tenant in enumerate(order):
+            spec = replace(SPEC, tenant=tenant, name=f"job-{number}")
+            counts = TokenCounts.guess(spec, max_turns=1)
+            where[tenant].append(placement.assign(spec, counts).worker.name)
+        assert where == {"acme": ["a", "b", "a"], "bolt": ["b", "a", "b"]}
+
+    runtime.run_virtual(main())
