@@ -197,6 +197,19 @@ def test_cross_entropy_and_its_gradient_are_those_of_the_formula(
     assert_same_gradient(ours, reference.gradient(naive.cross_entropy, data))
 
 
+def test_targets_without_weights_weigh_one_each(run):
+    tokens = some_tokens(1, 9)
+    plain = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:])},
+    )
+    outputs = [
+        run.forward_backward([one], "cross_entropy").result(timeout=WAIT_S)
+        for one in (plain, datum(tokens))
+    ]
+    assert outputs[0].metrics["loss:sum"] == outputs[1].metrics["loss:sum"] > 0
+
+
 def test_a_custom_loss_and_its_gradient_are_those_of_the_function(
     acme: Tenant, run, reference: Naive, fresh: Path, tmp_path: Path, data
 ):

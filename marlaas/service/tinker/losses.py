@@ -2,7 +2,7 @@
 
     | client's name         | objective             | trained entries       | bounds         |
     |-----------------------|-----------------------|-----------------------|----------------|
-    | `cross_entropy`       | `cross_entropy`       | weight not 0          |                |
+    | `cross_entropy`       | `cross_entropy`       | weight not 0, or all  |                |
     | `importance_sampling` | `importance_sampling` | advantage not 0       |                |
     | `ppo`                 | `ppo`                 | the same              | 0.8, 1.2       |
     | `cispo`               | `cispo`               | the same              | 0.0, 4.0       |
@@ -64,7 +64,7 @@ _CLIPPED = (LOW, HIGH)
 LOSSES: Mapping[str, Loss] = {
     loss.name: loss
     for loss in (
-        Loss("cross_entropy", "cross_entropy", needs=(WEIGHTS,)),
+        Loss("cross_entropy", "cross_entropy", needs=(), may_have=(WEIGHTS,)),
         Loss("importance_sampling", "importance_sampling"),
         Loss("ppo", "ppo", may_have=_CLIPPED, bounds=(0.8, 1.2)),
         Loss("cispo", "cispo", may_have=_CLIPPED, bounds=(0.0, 4.0)),
@@ -134,10 +134,11 @@ def _problems(loss: Loss, config: Mapping[str, float | str]) -> Iterator[str]:
             yield f"{place}: got {value:g}; only {only[name]:g} is supported"
 
 
-def is_trained(loss: Loss, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return which entries add to a loss, as float32: its weights, but for `cross_entropy`."""
-    if WEIGHTS in loss.needs:
-        return inputs[WEIGHTS]
+def is_trained(loss: Loss, inputs: Mapping[str, np.ndarray], has_target: np.ndarray) -> np.ndarray:
+    """Return which entries add to a loss, as float32: its weights, but for `cross_entropy`, where
+    a client that names no weights has every target weigh 1."""
+    if WEIGHTS in loss.may_have:
+        return inputs.get(WEIGHTS, has_target.astype(np.float32))
     trained = inputs[ADVANTAGES] != 0
     if loss.objective in ("dro", "dppo_tis"):
         trained = trained | (inputs[LOGPROBS] != 0)

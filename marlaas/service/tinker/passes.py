@@ -198,7 +198,7 @@ def _read_datum(where: str, message: Any, loss: losses.Loss, bounds: Bounds) -> 
         )
     fields = _read_fields(where, message.loss_fn_inputs, loss, len(inputs_N), bounds)
     targets = fields.pop(losses.TARGETS)
-    weights = losses.is_trained(loss, fields)
+    weights = losses.is_trained(loss, fields, targets != _NO_CELL)
     is_lost = (weights != 0) & (targets == _NO_CELL)
     if is_lost.any():
         raise InvalidRequest(f"{where}: {_first(is_lost)} is to be trained on, and has no target")
