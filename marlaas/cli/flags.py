@@ -20,6 +20,7 @@ def add_service_commands(commands: Commands, load: Load) -> None:
     _add_submit(commands, load)
     _add_jobs(commands, load)
     _add_watching(commands, load)
+    _add_runs(commands, load)
     _add_rollouts(commands, load)
     _add_adapters(commands, load)
     _add_tenants(commands, load)
@@ -116,6 +117,13 @@ def _add_watching(commands: Commands, load: Load) -> None:
     watch.set_defaults(command=load("live", "watch"))
     top = _new(commands, "top", "Watch the machine (operators).", json=True, tenant=False)
     top.set_defaults(command=load("live", "top"))
+
+
+def _add_runs(commands: Commands, load: Load) -> None:
+    words = "List the runs of Tinker clients: how far they are, what they hold."
+    runs = _new(commands, "runs", words, json=True)
+    runs.add_argument("--live", action="store_true", help="only those that count as `max_runs`")
+    runs.set_defaults(command=load("runs", "command"))
 
 
 def _add_rollouts(commands: Commands, load: Load) -> None:

@@ -94,6 +94,9 @@ class TenantNow:
     jobs: list[JobInfo]
     """Queued and running ones."""
     today: Usage
+    live_runs: int = 0
+    """Of Tinker clients."""
+    stored_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +137,16 @@ def take_snapshot(client: Client) -> Snapshot:
             for state in (JobState.RUNNING, JobState.QUEUED)
             for job in acting.jobs.list(state=state)
         ]
-        tenants.append(TenantNow(tenant=info, jobs=jobs, today=acting.usage(days=1).today))
+        report = acting.usage(days=1)
+        tenants.append(
+            TenantNow(
+                tenant=info,
+                jobs=jobs,
+                today=report.today,
+                live_runs=report.live_runs,
+                stored_bytes=report.stored_bytes,
+            )
+        )
     return Snapshot(machine=client.machine(), tenants=tenants)
 
 
@@ -164,7 +176,9 @@ def render_top(snapshot: Snapshot, url: str, width: int, height: int) -> Rendera
     if machine.workers:
         parts += [Text(""), *display.worker_bars(machine.workers, width, max(1, height // 4))]
     parts += [Text(notice_line(notice), style="bold yellow") for notice in machine.notices[:3]]
-    busy = sorted(snapshot.tenants, key=lambda now: (-len(now.jobs), now.tenant.tenant))
+    busy = sorted(
+        snapshot.tenants, key=lambda now: (-len(now.jobs) - now.live_runs, now.tenant.tenant)
+    )
     room = max(4, height - len(parts) - (len(machine.workers) if machine.workers else 0) - 6)
     parts += [Text(""), _tenants(busy[: room // 2])]
     waiting = [
@@ -185,7 +199,10 @@ def notice_line(notice: Notice) -> str:
 
 
 def _tenants(rows: list[TenantNow]) -> Table:
-    numbers = ("weight", "running", "queued", "sampled", "trained", "served", "device")
+    numbers = (
+        *("weight", "running", "queued", "runs", "sampled", "trained", "served", "device"),
+        "stored",
+    )
     table = new_table("tenant today", *numbers, right=numbers)
     for now in rows:
         states = [job.state for job in now.jobs]
@@ -194,10 +211,12 @@ def _tenants(rows: list[TenantNow]) -> Table:
             f"{now.tenant.weight:g}",
             str(states.count(JobState.RUNNING)),
             str(states.count(JobState.QUEUED)),
+            str(now.live_runs),
             display.count(now.today.sampled_tokens),
             display.count(now.today.trained_tokens),
             display.count(now.today.served_tokens),
             display.seconds(now.today.device_s),
+            f"{display.count(now.stored_bytes)}B",
         )
     return table
 

@@ -81,6 +81,7 @@ def tenant_table(found: list[TenantInfo]) -> Table:
         "weight",
         "max running",
         "max queued",
+        "max runs",
         "max tokens a day",
         "max stored",
         "max CPU s a day",
@@ -94,6 +95,7 @@ def tenant_table(found: list[TenantInfo]) -> Table:
             f"{info.weight:g}",
             _limit(quotas.max_running_jobs),
             _limit(quotas.max_queued_jobs),
+            _limit(quotas.max_runs),
             _limit(quotas.tokens_a_day),
             _limit(quotas.stored_bytes),
             _limit(quotas.sandbox_cpu_s_a_day),
@@ -177,20 +179,27 @@ def usage(args: argparse.Namespace) -> int:
         print_json(reports)
     elif len(reports) == 1:
         (report,) = reports.values()
-        by_job = {name or "(chat)": used for name, used in report.by_job.items()}
+        by_job = {name or "(chat, tinker)": used for name, used in report.by_job.items()}
         for first, rows in (("day", report.by_day), ("job", by_job), ("", {"all": report.total})):
             console().print(usage_table(first, rows))
             print()
         print(f"{_bytes(report)} stored")
     else:
-        console().print(usage_table("tenant", {name: r.total for name, r in reports.items()}))
+        rows = {name: report.total for name, report in reports.items()}
+        stored = {name: _bytes(report) for name, report in reports.items()}
+        console().print(usage_table("tenant", rows, stored))
     return 0
 
 
-def usage_table(first: str, rows: Mapping[str, Usage]) -> Table:
+def usage_table(
+    first: str, rows: Mapping[str, Usage], stored: Mapping[str, str] | None = None
+) -> Table:
     numbers = ("sampled", "trained", "evaluated", "served", "prefill", "device", "sandbox CPU")
+    if stored is not None:
+        numbers = (*numbers, "stored")
     table = new_table(first, *numbers, right=numbers)
     for name, used in rows.items():
+        last = () if stored is None else (stored[name],)
         table.add_row(
             name,
             display.count(used.sampled_tokens),
@@ -200,6 +209,7 @@ def usage_table(first: str, rows: Mapping[str, Usage]) -> Table:
             display.count(used.prefill_tokens),
             display.seconds(used.device_s),
             display.seconds(used.sandbox_cpu_s),
+            *last,
         )
     return table
 

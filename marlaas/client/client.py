@@ -9,7 +9,7 @@ from urllib.parse import quote
 from marlaas.client.credentials import find_credentials
 from marlaas.client.jobs import Jobs, Sweep, key_of
 from marlaas.client.operating import Tenants
-from marlaas.client.records import Machine, SweepInfo, UsageReport, WhoAmI, read
+from marlaas.client.records import Machine, RunInfo, SweepInfo, UsageReport, WhoAmI, read
 from marlaas.client.transport import Patience, Transport
 from marlaas.types import Event, Message, Upload, UploadKind
 
@@ -75,6 +75,14 @@ class Client:
     def usage(self, *, days: int = 30) -> UsageReport:
         answer = self._transport.call("GET", "/v1/usage", params={"days": days})
         return read(UsageReport, answer)
+
+    def runs(self) -> Iterator[RunInfo]:
+        """Yield the tenant's runs of Tinker clients, newest first."""
+        after: int | None = 0
+        while after is not None:
+            page = self._transport.call("GET", "/v1/runs", params={"after": after})
+            yield from (read(RunInfo, row) for row in page["runs"])
+            after = page["next"]
 
     def follow(self, *, after: int | None = None) -> Iterator[Event | None]:
         """Yield what happens to any job of the tenant from now on, or behind number `after`.

@@ -190,6 +190,28 @@ class UsageReport:
     by_job: Mapping[str, Usage]
     by_day: Mapping[str, Usage]
     stored_bytes: int
+    live_runs: int = 0
+    """Runs of Tinker clients, as `max_runs` counts them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """A policy that a Tinker client drives operation by operation."""
+
+    run: str
+    session: str
+    rank: int
+    version: int
+    """Optimizer steps and loads so far."""
+    is_live: bool
+    """It counts against the tenant's `max_runs`."""
+    num_waiting: int
+    """Operations that were accepted and are not executed yet."""
+    num_checkpoints: int
+    stored_bytes: int
+    created_s: float
+    used_s: float
+    metadata: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

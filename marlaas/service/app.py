@@ -39,7 +39,7 @@ from marlaas.errors import (
     Unauthorized,
     WorkerLost,
 )
-from marlaas.service import adapters, jobs, operating, records, sampling, tenants, uploads
+from marlaas.service import adapters, jobs, operating, records, runs, sampling, tenants, uploads
 from marlaas.service.auth import authenticated
 from marlaas.service.faults import no_route, other_methods, problems_of
 from marlaas.service.limits import BodyLimit, well_formed
@@ -119,7 +119,7 @@ def make_app(parts: Parts) -> FastAPI:
     app.state.parts = parts
     app.include_router(operating.open_routes)
     door = [Depends(authenticated), Depends(well_formed)]
-    for surface in (jobs, records, adapters, sampling, tenants, operating):
+    for surface in (jobs, records, adapters, runs, sampling, tenants, operating):
         app.include_router(surface.router, dependencies=door, responses=_ERRORS)
     app.include_router(tenants.operators, dependencies=door, responses=_ERRORS)
     # Their bodies are files, which are judged by what they are.

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from marlaas import runtime
 from marlaas.service.auth import WithOperator
@@ -15,7 +16,7 @@ from marlaas.service.parts import Parts, WithParts
 from marlaas.service.telemetry import Trace, gauge
 from marlaas.service.wire.operating import Health, NoticeInfo, WorkerInfo, WorkersInfo
 from marlaas.store.db import Store
-from marlaas.types import JobState, TenantId
+from marlaas.types import JobState, TenantId, Usage
 
 open_routes = APIRouter(tags=["health"])
 router = APIRouter(tags=["operating"])
@@ -65,6 +66,7 @@ async def metrics(operator: WithOperator, parts: WithParts) -> Response:
         gauge("marlaas_streams", "Event streams that are open", "kind", streams),
         gauge("marlaas_loop_lag_seconds", "How late the event loop came last", "of", _lag(parts)),
     ]
+    gauges += await _by_tenant(parts)
     content = await asyncio.to_thread(parts.telemetry.exposition, gauges)
     return Response(content, media_type=CONTENT_TYPE_LATEST)
 
@@ -75,6 +77,47 @@ def _job_counts(store: Store) -> Mapping[str, int]:
         for state, number in store.job_counts(tenant.tenant_id).items():
             counts[state.value] += number
     return counts
+
+
+async def _by_tenant(parts: Parts) -> list[Metric]:
+    """What the store counts for each tenant: jobs, completions and Tinker clients alike."""
+    tokens: Counter[tuple[str, str]] = Counter()
+    device_s: Counter[str] = Counter()
+    runs: Counter[str] = Counter()
+    stored: Counter[str] = Counter()
+    for tenant in await parts.store.call(Store.tenants):
+        label = parts.telemetry.tenant_label(tenant.tenant_id)
+        # A call each: what others ask of the store goes between them.
+        used, num_runs, num_bytes = await parts.store.call(_holdings, tenant.tenant_id)
+        for stage in ("sampled", "trained", "evaluated", "served"):
+            tokens[label, stage] += getattr(used, f"{stage}_tokens")
+        device_s[label] += used.device_s
+        runs[label] += num_runs
+        stored[label] += num_bytes
+    counted = CounterMetricFamily(
+        "marlaas_used_tokens", "Tokens as quotas count them", labels=["tenant", "stage"]
+    )
+    for labels, number in tokens.items():
+        counted.add_metric(labels, number)
+    busy = CounterMetricFamily(
+        "marlaas_used_device_seconds", "Time of engines, as shares count it", labels=["tenant"]
+    )
+    for label, seconds in device_s.items():
+        busy.add_metric([label], seconds)
+    return [
+        counted,
+        busy,
+        gauge("marlaas_runs", "Runs of Tinker clients, as `max_runs` counts", "tenant", runs),
+        gauge("marlaas_stored_bytes", "What is stored", "tenant", stored),
+    ]
+
+
+def _holdings(store: Store, tenant_id: TenantId) -> tuple[Usage, int, int]:
+    return (
+        store.usage(tenant_id),
+        store.num_live_runs(tenant_id),
+        store.stored_bytes(tenant_id),
+    )
 
 
 def _lag(parts: Parts) -> Mapping[str, float]:

@@ -91,6 +91,7 @@ def _report(store: Store, tenant_id: TenantId, days: int) -> UsageReport:
         by_job={job: UsageInfo.of(used) for job, used in by_job.items()},
         by_day={day: UsageInfo.of(used) for day, used in by_day.items()},
         stored_bytes=store.stored_bytes(tenant_id),
+        live_runs=store.num_live_runs(tenant_id),
     )
 
 

@@ -34,6 +34,7 @@ from marlaas.store.backup import Backups, BackupSummary, restore
 from marlaas.store.checkpoints import Checkpoints, split_path
 from marlaas.store.groups import GroupState, StoredGroup
 from marlaas.store.jobs import StoredJob
+from marlaas.store.runs import RunRow
 from marlaas.store.tenants import Tenants
 from marlaas.store.versions import StoredVersion
 
@@ -41,6 +42,7 @@ __all__ = [
     "CROSS_TENANT",
     "BackupSummary",
     "GroupState",
+    "RunRow",
     "Store",
     "StoredGroup",
     "StoredJob",

@@ -9,6 +9,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from marlaas.errors import Conflict, NotFound, QuotaExceeded, StoreUnavailable
 from marlaas.store import codec
 from marlaas.store.columns import check_number, clean_text, encode_json
 from marlaas.store.files import check_run_id, size_of
-from marlaas.store.schema import operations, runs, samplers, sessions
+from marlaas.store.schema import checkpoints, operations, runs, samplers, sessions
 from marlaas.store.sessions import Sessions
 from marlaas.types import AdapterSpec, Run, Sampler, StateKind, TenantId
 
@@ -55,15 +56,42 @@ _SAME = sa.select(runs).where(
 _IN_SESSION = (sessions.c.tenant_id == runs.c.tenant_id) & (
     sessions.c.session_id == runs.c.session_id
 )
+_IS_LIVE = sa.and_(
+    runs.c.ended_s.is_(None),
+    sessions.c.finished_s.is_(None),
+    (runs.c.used_s > bindparam("since")) | (sessions.c.seen_s > bindparam("since")),
+)
 _NUM_LIVE = (
     sa.select(func.count())
     .select_from(runs.join(sessions, _IN_SESSION))
-    .where(
-        runs.c.tenant_id == bindparam("tenant"),
-        runs.c.ended_s.is_(None),
-        sessions.c.finished_s.is_(None),
-        (runs.c.used_s > bindparam("since")) | (sessions.c.seen_s > bindparam("since")),
+    .where(runs.c.tenant_id == bindparam("tenant"), _IS_LIVE)
+)
+
+
+def _of_run(table: sa.Table, what: sa.ColumnElement[int]) -> sa.Select[tuple[int]]:
+    """Select a number of the rows of another table that are of a run."""
+    of_run = (table.c.tenant_id == runs.c.tenant_id) & (table.c.run_id == runs.c.run_id)
+    return sa.select(func.coalesce(what, 0)).where(of_run).correlate(runs)
+
+
+_WITH_USE = (
+    sa.select(
+        runs,
+        sa.case((_IS_LIVE, 1), else_=0).label("is_live"),
+        _of_run(operations, func.count())
+        .where(operations.c.state == sa.literal_column("'accepted'"))
+        .scalar_subquery()
+        .label("num_waiting"),
+        _of_run(checkpoints, func.count()).scalar_subquery().label("num_checkpoints"),
+        (
+            runs.c.state_bytes
+            + runs.c.journal_bytes
+            + _of_run(checkpoints, func.sum(checkpoints.c.size_bytes)).scalar_subquery()
+        ).label("stored_bytes"),
     )
+    .select_from(runs.join(sessions, _IN_SESSION))
+    .where(runs.c.tenant_id == bindparam("tenant"))
+    .order_by(runs.c.created_s.desc(), runs.c.session_id, runs.c.seq.desc())
 )
 _OLD = (
     sa.select(runs.c.tenant_id, runs.c.run_id)
@@ -131,6 +159,21 @@ _SAMPLERS = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """A run, with what it holds and waits for."""
+
+    run: Run
+    is_live: bool
+    """It counts against its tenant's quota of runs."""
+    num_waiting: int
+    """Operations that were accepted and are not executed yet."""
+    num_checkpoints: int
+    """Unnamed ones too."""
+    stored_bytes: int
+    """Its training state, what of its operations is kept, and its checkpoints."""
+
+
 class RunRecords(Sessions):
     """The part of `Store` that knows runs and samplers."""
 
@@ -190,6 +233,20 @@ class RunRecords(Sessions):
         page = sa.select(runs).where(*conditions).order_by(*order).limit(limit).offset(offset)
         total = sa.select(func.count()).select_from(runs).where(*conditions)
         return [self._run(row) for row in self._rows(page, {})], self._row(total, {})[0]
+
+    def run_rows(self, tenant_id: TenantId, *, limit: int = 100, offset: int = 0) -> list[RunRow]:
+        """Return a tenant's runs, newest first, each with what it holds and waits for."""
+        query = _WITH_USE.limit(limit).offset(offset)
+        return [
+            RunRow(
+                run=self._run(row),
+                is_live=bool(row.is_live),
+                num_waiting=int(row.num_waiting),
+                num_checkpoints=int(row.num_checkpoints),
+                stored_bytes=int(row.stored_bytes),
+            )
+            for row in self._rows(query, _live(tenant_id))
+        ]
 
     def num_live_runs(self, tenant_id: TenantId) -> int:
         """Return how many runs of a tenant are at work, as its quota counts them."""

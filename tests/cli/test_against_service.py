@@ -93,6 +93,9 @@ def test_a_job_file_is_handed_over_watched_and_read(ask, jobs: Path, tmp_path: P
     code, words = ask("usage", "--json")
     assert json.loads(words)["acme"]["total"]["sampled_tokens"] > 0
     assert "sums" in ask("usage", "--tenant", "acme")[1]
+    assert "stored" in ask("usage")[1]
+    assert "max runs" in ask("tenants")[1]
+    assert ask("runs")[1].startswith("No runs.")
 
 
 def test_a_file_of_another_tenant_is_refused_and_so_is_another_job_of_a_name(

@@ -10,7 +10,7 @@ import pytest
 
 from marlaas.cli.main import make_parser
 from marlaas.envs.math import INSTRUCTIONS
-from marlaas.service import adapters, jobs, operating, records, sampling, tenants, uploads
+from marlaas.service import adapters, jobs, operating, records, runs, sampling, tenants, uploads
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -22,7 +22,8 @@ PAGES = (
     "docs/tinker.md",
 )
 ROUTERS = (
-    *(module.router for module in (jobs, records, adapters, sampling, tenants, operating, uploads)),
+    *(module.router for module in (jobs, records, adapters, runs, sampling, tenants)),
+    *(module.router for module in (operating, uploads)),
     operating.open_routes,
     tenants.operators,
 )

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from marlaas.config import ServeSettings
 from marlaas.loop import jobspec
 from marlaas.loop.jobspec import describe_job, read_jobs
 
@@ -13,6 +14,12 @@ ROWS = {
     for line in PAGE.split("## A job")[1].split("##")[0].splitlines()
     if line.startswith("| `")
 }
+
+
+@pytest.mark.parametrize("name", ServeSettings.__slots__)
+def test_the_page_on_operations_names_every_setting(name: str):
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert any(f"`{name}`" in line.split("|")[1] for line in page.splitlines() if line[:1] == "|")
 
 
 def test_every_knob_has_a_row_and_every_row_a_knob():

@@ -13,7 +13,8 @@ from marlaas.cli import live, rollouts
 from marlaas.cli.connection import as_json
 from marlaas.cli.jobs import job_table, log_line
 from marlaas.cli.main import main
-from marlaas.client.records import GroupInfo, JobInfo, Machine, Notice, Rollout, TenantInfo
+from marlaas.cli.runs import run_table
+from marlaas.client.records import GroupInfo, JobInfo, Machine, Notice, Rollout, RunInfo, TenantInfo
 from marlaas.store.db import Store
 from marlaas.types import Event, EventKind, JobState, Message, Quotas, Usage, WorkerStats
 from tests.cli.records import make_stats
@@ -168,6 +169,26 @@ def test_top_fits_the_terminal(width, height):
     assert len(text.splitlines()) <= height
     for words in ("event loop 4 ms late", "train t1/a: no step, for 1:15", "job-0", "30"):
         assert words in text
+
+
+def test_a_run_is_shown_with_whose_it_is_and_what_it_holds():
+    info = RunInfo(
+        run="s-1:train:0",
+        session="s-1",
+        rank=8,
+        version=7,
+        is_live=True,
+        num_waiting=2,
+        num_checkpoints=3,
+        stored_bytes=4_200_000,
+        created_s=0.0,
+        used_s=90.0,
+        metadata={},
+    )
+    text = shown(run_table([("acme", info)], now_s=100.0, has_owners=True))
+    for words in ("acme", "s-1:train:0", "live", "7", "2", "3", "4.2MB", "10s ago"):
+        assert words in text
+    assert "acme" not in shown(run_table([("acme", info)], now_s=100.0, has_owners=False))
 
 
 def test_a_line_of_the_log_has_its_time_and_its_words():

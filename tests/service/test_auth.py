@@ -52,6 +52,7 @@ RULES = [
     Rule("GET", "/docs/oauth2-redirect", OPEN),
     Rule("GET", "/v1/whoami", ANY_KEY, **OWN),
     Rule("GET", "/v1/usage", TENANT, **OWN),
+    Rule("GET", "/v1/runs", TENANT, **OWN),
     Rule("POST", "/v1/jobs", TENANT, ok=201, foreign=201, body={"json": NEW_JOB}),
     Rule("GET", "/v1/jobs", TENANT, **OWN),
     Rule("GET", "/v1/jobs/{job}", TENANT),

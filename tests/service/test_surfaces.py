@@ -329,6 +329,8 @@ async def test_metrics_count_stages_tenants_and_requests(tmp_path: Path) -> None
             'marlaas_worker_busy_seconds_total{kind="train",worker="worker-0"}',
             'marlaas_http_requests_total{method="GET",route="/v1/jobs/{job}",status="200"}',
             'marlaas_tokens_total{stage="sampled",tenant="acme"}',
+            'marlaas_used_tokens_total{stage="sampled",tenant="acme"}',
+            'marlaas_used_device_seconds_total{tenant="acme"}',
         ):
             assert line in text, line
         assert 'route="/v1/jobs/sums"' not in text
@@ -375,6 +377,7 @@ async def test_a_request_leaves_one_line_without_what_it_said(
         await service.submit(name="quiet")
         private = {**SUMS, "name": "other", "env": {"family": "math", "kind": "private words"}}
         await service.call("POST", "/v1/jobs", json=private, headers={"X-Request-Id": "mine-1"})
+        await service.call("POST", "/api/v1/client/config", json={})
         await service.call("GET", "/v1/jobs/quiet?tenant=acme")
         keys = list(service.keys.values())
     lines = [
@@ -385,6 +388,7 @@ async def test_a_request_leaves_one_line_without_what_it_said(
     last = lines[-1]
     assert (last["route"], last["status"], last["tenant"]) == ("/v1/jobs/{job}", 200, "acme")
     assert (last["job"], last["method"]) == ("quiet", "GET")
+    assert lines[-2]["route"] == "/api/v1/client/config"
     assert last["duration_s"] > 0
     everything = json.dumps(lines)
     assert not any(key in everything for key in keys)

@@ -222,6 +222,32 @@ async def test_what_is_published_may_be_read_and_nothing_else(tmp_path: Path) ->
         assert (await birch("POST", "weights_info", {"tinker_path": copy["tinker_path"]}))[0] == 200
 
 
+async def test_operators_see_who_has_which_runs(tmp_path: Path) -> None:
+    async with bench(tmp_path) as service:
+        ids = await populate(service)
+        answer = await service.call("GET", "/v1/runs?tenant=acme", who="operator")
+        (run,) = answer.json()["runs"]
+        assert (run["run"], run["session"], run["rank"]) == (ids["run"], ids["session"], 8)
+        assert run["is_live"] and run["num_checkpoints"] == 1 and run["stored_bytes"] > 0
+        assert (await service.call("GET", "/v1/runs")).json() == answer.json()
+        assert (await service.call("GET", "/v1/runs", who="birch")).json()["runs"] == []
+        assert (await service.call("GET", "/v1/usage")).json()["live_runs"] == 1
+        for seq in (1, 2):
+            body = {"session_id": ids["session"], "model_seq_id": seq, "base_model": "tiny",
+                    "lora_config": LORA}  # fmt: skip
+            assert (await service.call("POST", "/api/v1/create_model", json=body)).is_success
+        seen, after = [], 0
+        while after is not None:
+            page = (await service.call("GET", f"/v1/runs?limit=2&after={after}")).json()
+            seen += [row["run"] for row in page["runs"]]
+            after = page["next"]
+        assert len(seen) == len(set(seen)) == 3
+        text = (await service.call("GET", "/metrics", who="operator")).text
+        assert 'marlaas_runs{tenant="acme"} 3.0' in text
+        assert 'marlaas_stored_bytes{tenant="birch"} 0.0' in text
+        assert 'marlaas_used_tokens_total{stage="trained",tenant="acme"}' in text
+
+
 async def test_a_request_costs_no_visit_to_the_store_for_its_key(tmp_path: Path) -> None:
     async with bench(tmp_path) as service:
         await service.call("GET", "/api/v1/healthz")

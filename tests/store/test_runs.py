@@ -164,6 +164,24 @@ def test_so_many_runs_may_be_at_work(store: Store, clock: Clock) -> None:
     assert store.num_live_runs(ACME) == 0
 
 
+def test_a_list_of_runs_says_what_each_holds_and_waits_for(store: Store, clock: Clock) -> None:
+    run = with_run(store)
+    saved = store.add_checkpoint(ACME, checkpoint_of(store))
+    store.accept(ACME, operation_of(1, "forward"))
+    clock.now_s += 1.0
+    store.add_session(ACME, session_of("s-2"))
+    store.add_run(ACME, run_of(session_id="s-2"))
+    store.finish_session(ACME, "s-2", "success")
+    newest, first = store.run_rows(ACME)
+    assert (newest.run.session_id, newest.is_live, newest.num_checkpoints) == ("s-2", False, 0)
+    assert newest.stored_bytes == 0
+    assert (first.run.run_id, first.is_live, first.num_checkpoints) == (run.run_id, True, 1)
+    assert first.num_waiting >= 1 and first.stored_bytes >= saved.size_bytes > 0
+    assert first.stored_bytes == store.stored_bytes(ACME)
+    assert [row.run.run_id for row in store.run_rows(ACME, limit=1, offset=1)] == [run.run_id]
+    assert store.run_rows(OTHER) == []
+
+
 def test_what_a_run_begins_from_is_its_own(store: Store) -> None:
     with_run(store)
     source = store.add_checkpoint(ACME, checkpoint_of(store))

@@ -32,8 +32,10 @@ def run(tenant: Tenant, name: str, *arguments: str) -> str:
 
 def test_reinforcement_learning_in_sixty_lines(acme: Tenant):
     assert len((EXAMPLES / "tinker_rl.py").read_text().splitlines()) <= 60
-    said = run(acme, "tinker_rl.py", "--steps", "2", "--prompts", "4", "--group", "4")
-    assert len(re.findall(r"step +\d: reward [01]\.\d\d", said)) == 2
+    said = run(acme, "tinker_rl.py", "--steps", "10")
+    rewards = [float(value) for value in re.findall(r"step +\d: reward ([01]\.\d\d)", said)]
+    assert len(rewards) == 10
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.15  # it shows that something is learned
     assert re.search(r"tinker://.*/weights/sums", said)
 
 

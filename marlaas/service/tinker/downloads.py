@@ -40,8 +40,8 @@ from marlaas.service.tinker.records import CheckpointName, KindName, RunName
 from marlaas.store.db import Store
 from marlaas.types import Checkpoint, CheckpointKind, TenantId
 
-router = APIRouter(tags=["tinker: downloads"])
-open_routes = APIRouter(tags=["tinker: downloads"])
+router = APIRouter(prefix=PREFIX, tags=["tinker: downloads"])
+open_routes = APIRouter(prefix=PREFIX, tags=["tinker: downloads"])
 
 URL_S = 3600.0
 """How long an address opens something."""

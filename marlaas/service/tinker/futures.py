@@ -30,14 +30,14 @@ from marlaas.loop.samplers import SampleFailure, SampleResult, is_sample
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.tinker import bodies
 from marlaas.service.tinker.bodies import number
-from marlaas.service.tinker.door import WithTenant, answer, read, says
+from marlaas.service.tinker.door import PREFIX, WithTenant, answer, read, says
 from marlaas.service.tinker.passes import encode_outputs
 from marlaas.service.tinker.samples import encode_samples
 from marlaas.types import StepResult, StopReason, TenantId
 
 T = TypeVar("T")
 
-router = APIRouter(tags=["tinker: futures"])
+router = APIRouter(prefix=PREFIX, tags=["tinker: futures"])
 
 POLL_S = 25.0
 """How long a poll is held: clients give up after 45 s, proxies often after 30 s."""

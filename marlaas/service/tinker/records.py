@@ -15,13 +15,13 @@ from marlaas.errors import InvalidRequest, NotFound, UnsupportedFeature
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.tinker import bodies
 from marlaas.service.tinker.bodies import check_text, number
-from marlaas.service.tinker.door import WithTenant, answer, read, says
+from marlaas.service.tinker.door import PREFIX, WithTenant, answer, read, says
 from marlaas.service.tinker.sessions import AccessScope, Limit, Offset
 from marlaas.service.tinker.training import MAX_SEQ, read_ttl
 from marlaas.store.db import Store
 from marlaas.types import Checkpoint, CheckpointKind, Run, Session, TenantId
 
-router = APIRouter(tags=["tinker: records"])
+router = APIRouter(prefix=PREFIX, tags=["tinker: records"])
 
 _TYPES = {
     CheckpointKind.WEIGHTS: "training",

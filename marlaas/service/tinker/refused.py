@@ -7,11 +7,11 @@ from fastapi import APIRouter, Path, Request
 from marlaas.errors import UnsupportedFeature
 from marlaas.service.limits import read_body
 from marlaas.service.parts import WithParts
-from marlaas.service.tinker.door import ANY_BODY, WithTenant
+from marlaas.service.tinker.door import ANY_BODY, PREFIX, WithTenant
 from marlaas.service.tinker.records import NO_PROJECTS
 from marlaas.store.db import Store
 
-router = APIRouter(tags=["tinker: not here"])
+router = APIRouter(prefix=PREFIX, tags=["tinker: not here"])
 
 SessionName = Annotated[str, Path(max_length=200)]
 

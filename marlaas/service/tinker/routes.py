@@ -1,4 +1,7 @@
-"""All routes of `/api/v1`."""
+"""All routes of `/api/v1`.
+
+Each module's router has the prefix itself, so that logs and metrics name routes by whole paths.
+"""
 
 from fastapi import APIRouter, Depends
 
@@ -12,12 +15,12 @@ from marlaas.service.tinker import (
     sessions,
     training,
 )
-from marlaas.service.tinker.door import PREFIX, known_parameters_only
+from marlaas.service.tinker.door import known_parameters_only
 
-router = APIRouter(prefix=PREFIX)
+router = APIRouter()
 for surface in (sessions, training, sampling, futures, records, search, downloads):
     router.include_router(surface.router, dependencies=[Depends(known_parameters_only)])
 router.include_router(refused.router)
 
-open_routes = APIRouter(prefix=PREFIX)
+open_routes = APIRouter()
 open_routes.include_router(downloads.open_routes)

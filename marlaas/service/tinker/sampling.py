@@ -9,12 +9,12 @@ from marlaas.errors import InvalidRequest, UnsupportedFeature
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.tinker import bodies
 from marlaas.service.tinker.bodies import SampleBody, number
-from marlaas.service.tinker.door import WithTenant, answer, read, says
+from marlaas.service.tinker.door import PREFIX, WithTenant, answer, read, says
 from marlaas.service.tinker.samples import read_sample
 from marlaas.service.tinker.training import MAX_SEQ, base_named
 from marlaas.store.db import Store
 
-router = APIRouter(tags=["tinker: sampling"])
+router = APIRouter(prefix=PREFIX, tags=["tinker: sampling"])
 
 MAX_SAMPLE_SEQ = (1 << 63) - 1
 """Clones of a sampler begin at multiples of a billion."""

@@ -10,12 +10,12 @@ from marlaas.errors import InvalidRequest, UnsupportedFeature
 from marlaas.service.parts import WithParts
 from marlaas.service.tinker import bodies
 from marlaas.service.tinker.bodies import number
-from marlaas.service.tinker.door import WithTenant, answer, read, says
+from marlaas.service.tinker.door import PREFIX, WithTenant, answer, read, says
 from marlaas.service.tinker.records import iso_time
 from marlaas.store.db import Store
 from marlaas.types import Session, TenantId
 
-router = APIRouter(tags=["tinker: sessions"])
+router = APIRouter(prefix=PREFIX, tags=["tinker: sessions"])
 
 MAX_FOUND = 200
 PAGE = 500

@@ -10,12 +10,12 @@ from marlaas.service.limits import read_body
 from marlaas.service.parts import WithParts
 from marlaas.service.tinker import bodies
 from marlaas.service.tinker.bodies import check_text, check_total, read_metadata
-from marlaas.service.tinker.door import ANY_BODY, WithTenant, answer, read, says
+from marlaas.service.tinker.door import ANY_BODY, PREFIX, WithTenant, answer, read, says
 from marlaas.service.tinker.losses import INFO
 from marlaas.store.db import Store
 from marlaas.types import Session, TenantId
 
-router = APIRouter(tags=["tinker: sessions"])
+router = APIRouter(prefix=PREFIX, tags=["tinker: sessions"])
 
 CLIENT_CONFIG = {
     # Buffered by number here, so chunks of one batch may come in any order.

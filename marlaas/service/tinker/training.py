@@ -29,7 +29,7 @@ from marlaas.service.limits import BodyReader, read_body
 from marlaas.service.parts import Parts, WithParts
 from marlaas.service.tinker import bodies, passes
 from marlaas.service.tinker.bodies import number, read_json, read_metadata
-from marlaas.service.tinker.door import WithTenant, answer, read, says
+from marlaas.service.tinker.door import PREFIX, WithTenant, answer, read, says
 from marlaas.store.db import Store
 from marlaas.store.files import check_checkpoint_name
 from marlaas.types import (
@@ -45,7 +45,7 @@ from marlaas.types import (
 
 B = TypeVar("B", bound=bodies.OperationBody)
 
-router = APIRouter(tags=["tinker: training"])
+router = APIRouter(prefix=PREFIX, tags=["tinker: training"])
 
 ALPHA = 32.0
 """Scale of every adapter at any rank, as the hosted service documents it."""

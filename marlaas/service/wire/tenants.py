@@ -36,9 +36,11 @@ class UsageReport(Answer):
     total: UsageInfo
     today: UsageInfo
     by_job: dict[str, UsageInfo]
-    """Job "" is what no job used: completions."""
+    """Job "" is what no job used: completions and the runs of Tinker clients."""
     by_day: dict[str, UsageInfo]
     stored_bytes: int
+    live_runs: int
+    """Runs of Tinker clients, as `max_runs` counts them."""
 
 
 class QuotasInfo(Answer):
