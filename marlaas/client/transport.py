@@ -207,6 +207,10 @@ class Transport:
         for number in range(self._patience.attempts):
             try:
                 return attempt(was_lost)
+            except RuntimeError:
+                if self._http.is_closed:  # another thread closed it: there is nobody to ask
+                    raise Unreachable(f"the client of {self.url} was closed") from None
+                raise
             except _Failed as failed:
                 was_lost = was_lost or failed.is_lost
                 is_last = number == self._patience.attempts - 1

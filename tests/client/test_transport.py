@@ -90,6 +90,14 @@ def test_a_service_that_refuses_for_now_is_asked_again_whatever_was_asked(method
     assert waits == [3.0, 3.0]
 
 
+def test_a_client_that_was_closed_reaches_nobody_and_says_so():
+    with reaching(answer(200, {})) as (script, transport, _):
+        transport.close()
+        with pytest.raises(Unreachable, match="was closed"):
+            transport.call("GET", "/v1/whoami")
+        assert not script.requests
+
+
 def test_waits_double_with_jitter_and_end():
     with (
         reaching(raw(503, b""), attempts=5, first_wait_s=1, max_wait_s=4) as (_, transport, waits),
