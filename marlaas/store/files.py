@@ -22,6 +22,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from marlaas.errors import InvalidRequest, StoreUnavailable
 from marlaas.types import MAX_NAME_CHARS, SEGMENT, CheckpointKind, TenantId
@@ -76,8 +77,8 @@ def is_digest(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionFiles:
-    """The files of one policy version."""
+class PolicyFiles:
+    """The files that a policy leaves on the disk at one point of its life."""
 
     folder: Path
 
@@ -91,11 +92,16 @@ class VersionFiles:
         """The adapter alone, as a folder that PEFT loads."""
         return str(self.folder / "adapter")
 
-    def prepare(self) -> "VersionFiles":
+    def prepare(self) -> Self:
         """Make the folder that the files go to."""
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFiles(PolicyFiles):
+    """The files of one policy version."""
 
     def state_bytes(self) -> int:
         """Return the size of the state file, 0 if there is none."""
@@ -114,26 +120,8 @@ class VersionFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointFiles:
+class CheckpointFiles(PolicyFiles):
     """The files of one checkpoint: what it saves at another time under that name has others."""
-
-    folder: Path
-
-    @property
-    def state(self) -> str:
-        """Training state: adapter, moments and step clock in one file."""
-        return str(self.folder / "state")
-
-    @property
-    def adapter(self) -> str:
-        """The adapter alone, as a folder that PEFT loads."""
-        return str(self.folder / "adapter")
-
-    def prepare(self) -> "CheckpointFiles":
-        """Make the folder that the files go to."""
-        with disk_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        return self
 
 
 class Files:
