@@ -28,11 +28,10 @@ from rich.table import Table
 
 from marlaas.bench.machine import describe
 from marlaas.bench.rates import KINDS, Shape, measure_rates
-from marlaas.bench.workload import FAMILIES, JobResult, Workload, run_mix
+from marlaas.bench.workload import JobResult, Workload, add_flags, read_flags, run_mix, workload_of
 from marlaas.config import Placement, RunSettings
 from marlaas.launch import RunSummary, engine_settings, started
 from marlaas.loop.controller import Mode
-from marlaas.types import Latency
 
 NUM_JOBS = (1, 2, 4, 8, 16, 32)
 LOCKSTEP_WORKERS = (1, 2)
@@ -78,14 +77,7 @@ class Times:
 def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
     console = Console()
-    workload = Workload(
-        steps=args.steps,
-        prompts_per_step=args.prompts,
-        group_size=args.group_size,
-        latency=Latency(median_s=args.latency_median, sigma=args.latency_sigma),
-        max_staleness=args.max_staleness,
-        families=tuple(args.families),
-    )
+    workload = workload_of(args)
     rates = asyncio.run(_calibrate(args))
     alone_s = asyncio.run(_alone(workload, args))
     lockstep_s = {} if args.no_lockstep else asyncio.run(_lockstep(workload, args.base))
@@ -127,24 +119,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="marlaas bench pipeline", description=__doc__)
-    parser.add_argument("--jobs", type=int, nargs="+", default=None, metavar="N")
     parser.add_argument("--quick", action="store_true", help="about a minute: 8 jobs, 3 steps")
-    parser.add_argument("--steps", type=int, default=None, help="optimizer steps of each job")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts a step")
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--max-staleness", type=int, default=4)
-    parser.add_argument("--latency-median", type=float, default=0.5, metavar="SECONDS")
-    parser.add_argument("--latency-sigma", type=float, default=1.0)
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    add_flags(parser)
     parser.add_argument("--base", default="tiny")
     parser.add_argument("--workers", type=int, default=None)
     parser.add_argument("--placement", default="replicated", choices=[p.value for p in Placement])
     parser.add_argument("--no-lockstep", action="store_true", help="measure the jobs at once only")
     parser.add_argument("--out", type=Path, default=None, help="folder for the plot")
-    args = parser.parse_args(argv)
-    args.jobs = args.jobs or ([8] if args.quick else list(NUM_JOBS))
-    args.steps = args.steps or (3 if args.quick else 24)
-    return args
+    return read_flags(parser, argv, NUM_JOBS)
 
 
 async def _calibrate(args: argparse.Namespace) -> dict[str, float]:

@@ -36,7 +36,7 @@ from marlaas.bench.paced_engine import (
     Server,
     ServerTimes,
 )
-from marlaas.bench.workload import FAMILIES, Silent, Workload
+from marlaas.bench.workload import Silent, Workload, add_flags, read_flags, workload_of
 from marlaas.config import RunSettings
 from marlaas.envs.base import EnvStep
 from marlaas.launch import engine_settings, run_jobs
@@ -89,14 +89,7 @@ class Row:
 
 def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
-    workload = Workload(
-        steps=args.steps,
-        prompts_per_step=args.prompts,
-        group_size=args.group_size,
-        max_staleness=args.max_staleness,
-        latency=Latency(median_s=args.latency_median, sigma=args.latency_sigma),
-        families=tuple(args.families),
-    )
+    workload = workload_of(args)
     recording = _recording(args.recording, workload)
     machine = Machine(workers=args.workers, speed=args.speed)
     alone_s = {
@@ -123,23 +116,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="marlaas bench schedule", description=__doc__)
-    parser.add_argument("--jobs", type=int, nargs="+", default=None, metavar="N")
     parser.add_argument("--quick", action="store_true", help="8 jobs, 3 steps")
-    parser.add_argument("--steps", type=int, default=None, help="optimizer steps of each job")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts a step")
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--max-staleness", type=int, default=4)
-    parser.add_argument("--latency-median", type=float, default=0.5, metavar="SECONDS")
-    parser.add_argument("--latency-sigma", type=float, default=1.0)
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    add_flags(parser)
     parser.add_argument("--tenants", type=int, default=None, help="one for each job if not given")
     parser.add_argument("--workers", type=int, default=2, help="and as many cores")
     parser.add_argument("--speed", type=float, default=1.0, help="of the machine; 0.5: half of it")
     parser.add_argument("--recording", type=Path, default=None, help="a run folder")
-    args = parser.parse_args(argv)
-    args.jobs = args.jobs or ([8] if args.quick else list(NUM_JOBS))
-    args.steps = args.steps or (3 if args.quick else 24)
-    return args
+    return read_flags(parser, argv, NUM_JOBS)
 
 
 def _job(workload: Workload, number: int, num_tenants: int) -> JobSpec:

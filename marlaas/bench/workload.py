@@ -4,6 +4,7 @@ Tokens and turns on `tiny` (measured, see `docs/benchmarks.md`): math 1 turn, co
 to 3 turns; every environment call waits a log-normal time.
 """
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -63,6 +64,40 @@ class Workload:
             **changes,
         }
         return JobSpec(**fields)  # type: ignore[arg-type]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Let a benchmark be told its workload and how many jobs of it; `read_flags` reads them."""
+    parser.add_argument("--jobs", type=int, nargs="+", default=None, metavar="N")
+    parser.add_argument("--steps", type=int, default=None, help="optimizer steps of each job")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts a step")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--max-staleness", type=int, default=4)
+    parser.add_argument("--latency-median", type=float, default=0.5, metavar="SECONDS")
+    parser.add_argument("--latency-sigma", type=float, default=1.0)
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+
+
+def read_flags(
+    parser: argparse.ArgumentParser, argv: Sequence[str], num_jobs: Sequence[int]
+) -> argparse.Namespace:
+    """Return what a benchmark was told; without `--jobs` it is run with `num_jobs` each."""
+    args = parser.parse_args(argv)
+    args.jobs = args.jobs or ([8] if args.quick else list(num_jobs))
+    args.steps = args.steps or (3 if args.quick else 24)
+    return args
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    """Return the workload that `read_flags` was told."""
+    return Workload(
+        steps=args.steps,
+        prompts_per_step=args.prompts,
+        group_size=args.group_size,
+        latency=Latency(median_s=args.latency_median, sigma=args.latency_sigma),
+        max_staleness=args.max_staleness,
+        families=tuple(args.families),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,18 +105,11 @@ class VersionFiles(PolicyFiles):
 
     def state_bytes(self) -> int:
         """Return the size of the state file, 0 if there is none."""
-        try:
-            return os.stat(self.state).st_size
-        except FileNotFoundError:
-            return 0
+        return size_of(Path(self.state))
 
     def adapter_bytes(self) -> int:
         """Return the size of the adapter folder, 0 if there is none."""
-        try:
-            with os.scandir(self.adapter) as entries:
-                return sum(entry.stat().st_size for entry in entries)
-        except FileNotFoundError:
-            return 0
+        return size_of(Path(self.adapter))
 
 
 @dataclass(frozen=True, slots=True)
